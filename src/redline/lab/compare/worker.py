@@ -72,8 +72,9 @@ class Worker:
     def round(self) -> dict[str, float]:
         """Blocks until it has run a round; returns its metrics, in the mean of its steps."""
         found = [self._step() for _ in range(self.steps)]
+        seconds = [each.get("run/step_s", each["wall_s"]) for each in found]
         names = [name for name in found[-1] if all(name in each for each in found)]
-        return {name: statistics.fmean(each[name] for each in found) for name in names}
+        return {name: _mean([each[name] for each in found], seconds if name.endswith("_per_s") else None) for name in names}
 
     def _step(self) -> dict[str, float]:
         with self._explained():
@@ -93,6 +94,11 @@ class Worker:
         except ChildError as failed:
             hint = "run it alone first; an older revision may not know all keys"
             raise SideError(f"{self.job.name} {failed}", hint, side=self.job.name, code=failed.code) from None
+
+
+def _mean(values: Sequence[float], seconds: Sequence[float] | None) -> float:
+    """Of steps; of what is counted by the second, that of the seconds they took."""
+    return statistics.fmean(values, seconds) if seconds is not None and all(seconds) else statistics.fmean(values)
 
 
 @dataclass(slots=True, frozen=True)

@@ -117,7 +117,7 @@ def _kl(pairs: Sequence[Pair], tolerance: float) -> Guard | None:
     a, b = _means(pairs, METRICS[KL])
     if not a:
         return None
-    allowed = max(KL_FLOOR, tolerance * statistics.median(a))
+    allowed = max(KL_FLOOR, tolerance * max(KL_FLOOR, statistics.median(a)))  # where A has none, any share of it is none
     return _guard(KL, [y - x for x, y in zip(a, b, strict=True)], allowed, larger_is_worse=True)
 
 

@@ -30,14 +30,16 @@ class Side:
             return {"peak_bytes": 1}
         self.asked.append(what)
         step_s = self.seconds[len(self.asked) % len(self.seconds)]
-        return {"metrics": {"run/step_s": step_s, "wall_s": step_s}, "larger_is_better": []}
+        return {"metrics": {"run/step_s": step_s, "wall_s": step_s, "run/samples_per_s": 64 / step_s}, "larger_is_better": []}
 
 
 def test_a_round_of_several_steps_is_their_mean(tmp_path: Any) -> None:
     side = Side((0.1, 0.3))
     one, two = (Worker(Job(tmp_path, {}, "a"), side, steps=steps) for steps in (1, 2))  # type: ignore[arg-type]
     assert one.round()["run/step_s"] == 0.3
-    assert two.round()["run/step_s"] == pytest.approx(0.2)
+    found = two.round()
+    assert found["run/step_s"] == pytest.approx(0.2)
+    assert found["run/samples_per_s"] * found["run/step_s"] == pytest.approx(64), "as many samples a step as each had"
     assert len(side.asked) == 3
 
 

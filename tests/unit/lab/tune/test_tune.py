@@ -21,6 +21,7 @@ from redline.errors import ConfigError, SideError
 from redline.lab.compare.command import Request, report_of
 from redline.lab.compare.sides import What
 from redline.lab.evidence.experiment import Pair, Round, Wish
+from redline.lab.evidence.guards import check
 from redline.lab.tune.command import Asked, _refuse_lower_lag
 from redline.lab.tune.guards import Kept
 from redline.lab.tune.log import TrialLog
@@ -170,6 +171,14 @@ def test_the_proof_is_a_document_of_compare_and_covers_the_true_gain(usual: Tune
     assert document["verdict"] == "faster"
     assert low * 0.98 < truth < high * 1.02
     assert document["case"] == "compare"
+
+
+def test_a_lag_that_was_kept_breaks_no_guard_of_the_proof_however_little_mismatch_there_was() -> None:
+    """In lockstep on a CPU engine and trainer agree to the last digits: any share of that is nothing."""
+    rounds = [Round({"trainer/mismatch_kl": 4e-14}, {"trainer/mismatch_kl": 1.4e-3}, a_first=True)] * 6
+    pairs = [Pair(rounds)] * 8
+    assert [guard.state for guard in check(pairs, tolerances({}))] == ["broken"]
+    assert [guard.state for guard in check(pairs, tolerances({"buffer.max_lag": 1}))] == ["holds"]
 
 
 def test_only_keys_of_the_space_change_and_none_is_the_algorithms(usual: Tuned) -> None:
