@@ -269,6 +269,10 @@ A key that holds a mapping has its entries below it: `trainer.schedule: {kind: c
 `trainer.schedule.warmup_steps=10` on the command line. An unknown key, a value out of bounds and a key that would have no
 effect are refused with the fix, before anything is loaded; `redline train RECIPE --dry-run` says what a recipe comes to.
 
+A value on the command line is YAML, except where the key wants text: that is taken as it stands, so that
+`'rollouts.prompt_suffix= Think first.'` keeps its space. With quotes of its own it is YAML again:
+`'rollouts.prompt_suffix="\\nAnswer:"'` begins with a line break.
+
 <!-- written by `redline keys --markdown`; a test compares -->
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import difflib
 import json
 import re
@@ -195,8 +194,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         near = [f"did you mean {section}.{override}?" for section in sections_with_key(key) if equals]
         hint = near[0] if near else "for example run.steps=20"
         raise ConfigError(f"override {override!r} is not of the form section.key=value", hint)
-    value = parse_yaml(text, f"override {override!r}")
-    put(values, parts, text if _is_text(parts) and _only_looks_parsed(value) else value, override)
+    put(values, parts, _text(text, override, parts) if _is_text(parts) else _parsed(text, override), override)
 
 
 def put(values: dict[str, Any], parts: Sequence[str], value: Any, override: str) -> None:
@@ -233,6 +231,16 @@ def _is_text(parts: Sequence[str]) -> bool:
     return field.annotation is str or str in get_args(field.annotation)
 
 
-def _only_looks_parsed(value: Any) -> bool:
-    """YAML made a number, a truth value or a date of a word (`run.name=2026`) that a shell user cannot easily quote."""
-    return isinstance(value, bool | int | float | datetime.date)
+def _text(text: str, override: str, parts: Sequence[str]) -> Any:
+    """The value of a key that wants text, as it stands: YAML would take off the spaces around it, put its lines together and
+    cut it where a comment begins. Only what is in quotes, or null, is read as YAML."""
+    field = locate(parts).field
+    if not text and field is not None and type(None) in get_args(field.annotation):
+        key = override.removesuffix("=")
+        raise ConfigError(f"override {override!r} has no value", f"{key}=null leaves it out, {key}='\"\"' is an empty text")
+    is_yaml = text.lstrip().startswith(("'", '"')) or text.strip().lower() in ("null", "~")
+    return _parsed(text, override) if is_yaml else text
+
+
+def _parsed(text: str, override: str) -> Any:
+    return parse_yaml(text, f"override {override!r}")

@@ -168,6 +168,8 @@ _REASONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "model_type": lambda ctx: "must be a section; put its keys under it",
     "model_attributes_type": lambda ctx: "must be a section; put its keys under it",
     "dict_type": lambda ctx: "must be a mapping; write {} for an empty one",
+    "list_type": lambda ctx: "must be a list; put its values in brackets: [a, b]",
+    "tuple_type": lambda ctx: "must be a list; put its values in brackets: [a, b]",
     "too_long": lambda ctx: f"must have {ctx['max_length']} values",
 }
 _REASONS |= dict.fromkeys(("int_type", "int_parsing", "int_from_float"), lambda ctx: "must be a whole number")

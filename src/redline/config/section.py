@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -30,6 +31,25 @@ class Section(BaseModel):
     def _nothing_means_defaults(cls, values: Any) -> Any:
         """YAML reads a section whose keys are all commented out as null."""
         return {} if values is None else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_and_false_are_what_was_meant(cls, values: Any) -> Any:
+        """YAML reads an unquoted `on` as true and `off` as false: a key whose values are such words gets the word. `true` for a
+        number, which would be taken for 1, becomes a text, which is refused."""
+        if not isinstance(values, Mapping):
+            return values
+        return {key: cls._meant(key, value) if isinstance(value, bool) else value for key, value in values.items()}
+
+    @classmethod
+    def _meant(cls, key: Any, value: bool) -> Any:
+        kinds = _kinds(cls.model_fields[key].annotation) if key in cls.model_fields else set()
+        word = "on" if value else "off"
+        if value in kinds or bool in kinds:
+            return value
+        if word in kinds:
+            return word
+        return "true" if value and not {int, float}.isdisjoint(kinds) else value
 
 
 class Entries(Section):
@@ -78,3 +98,14 @@ class Thresholds(Entries):
 
 def _is_off(value: Any) -> bool:
     return value is False or value == "off"
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that a key takes, one by one, and the values of those that are a choice of some."""
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {kind for one in get_args(annotation) for kind in _kinds(one)}
+    return {annotation}

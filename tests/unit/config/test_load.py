@@ -65,6 +65,31 @@ def test_an_unquoted_exponent_is_a_number_in_a_recipe_and_in_an_override(tmp_pat
     assert config.run.steps == 1000
 
 
+def test_on_and_off_are_words_where_a_key_has_such_values(tmp_path: Path) -> None:
+    config = load(tmp_path, "engine: {speculation: off}\ntelemetry: {nvtx: on}\n")
+    assert (config.engine.speculation, config.telemetry.nvtx) == ("off", "on")
+    config = load(tmp_path, "engine: {speculation: always}\n", "engine.speculation=off", "telemetry.nvtx=off")
+    assert (config.engine.speculation, config.telemetry.nvtx) == ("off", "off")
+
+
+@pytest.mark.parametrize("override", ["run.steps=true", "buffer.max_lag=on", "run.num_threads=yes"])
+def test_true_is_no_whole_number(override: str, tmp_path: Path) -> None:
+    key = override.partition("=")[0]
+    assert refusal(tmp_path, "", override)[0] == f"recipe.yaml: {key} = 'true': must be a whole number"
+
+
+def test_true_is_no_number_and_stays_itself_where_it_is_meant(tmp_path: Path) -> None:
+    assert (
+        refusal(tmp_path, "", "rollouts.temperature=true")[0] == "recipe.yaml: rollouts.temperature = 'true': must be a number"
+    )
+    config = load(
+        tmp_path, "", "trainer.recompute_old_logprobs=true", "trainer.lora.rslora=yes", "rollouts.evaluation.every=off"
+    )
+    assert config.trainer.recompute_old_logprobs is True
+    assert config.trainer.lora.rslora is True
+    assert config.rollouts.evaluation.every == 0
+
+
 def test_an_exponent_is_a_number_also_where_the_schema_knows_no_type(tmp_path: Path) -> None:
     params = load(tmp_path, "    params: {rate: 1e-2, name: '1e-2'}\n").rollouts.task.params
     assert params == {"rate": 1e-2, "name": "1e-2"}
@@ -103,6 +128,21 @@ def test_an_override_of_a_text_key_stays_text_when_it_looks_like_a_number_or_a_d
     assert load(tmp_path, "", "model.path=123").model.path == "123"
     assert load(tmp_path, "", "run.name=2026-01-31").run.name == "2026-01-31"
     assert load(tmp_path, "", "model.path=1e5").model.path == "1e5"
+
+
+def test_an_override_of_a_text_key_is_taken_as_it_stands(tmp_path: Path) -> None:
+    for text in (" Think first.", "Say a number. #1 rule", "One line.\nAnother.", "Answer: 5", "[INST] go", "yes", "  "):
+        assert load(tmp_path, "", f"rollouts.prompt_suffix={text}").rollouts.prompt_suffix == text
+        assert load(tmp_path, "", f"rollouts.system_prompt={text}").rollouts.system_prompt == text
+    assert load(tmp_path, "", "rollouts.prompt_suffix=").rollouts.prompt_suffix == ""
+    assert load(tmp_path, "", r'rollouts.prompt_suffix="\nAnswer:"').rollouts.prompt_suffix == "\nAnswer:"
+    assert load(tmp_path, "", "rollouts.system_prompt=''").rollouts.system_prompt == ""
+
+
+def test_an_override_without_a_value_is_refused_where_it_could_mean_two_things(tmp_path: Path) -> None:
+    message, hint = refusal(tmp_path, "", "rollouts.system_prompt=")
+    assert message == "override 'rollouts.system_prompt=' has no value"
+    assert hint == "rollouts.system_prompt=null leaves it out, rollouts.system_prompt='\"\"' is an empty text"
 
 
 def test_an_override_of_an_optional_text_key_may_be_null(tmp_path: Path) -> None:
@@ -252,6 +292,8 @@ def test_a_wrong_value_is_refused_with_the_key_the_value_the_rule_and_the_meanin
         ("run: {device: cud}", "run.device = 'cud': must be 'auto', 'cpu' or 'cuda'", "did you mean cuda?"),
         ("run: {name: 2026}", "run.name = 2026: must be text", "put it in quotes"),
         ("run: 3", "run = 3: must be a section", "put its keys under it"),
+        ("trainer: {betas: 0.9}", "trainer.betas = 0.9: must be a list", "put its values in brackets: [a, b]"),
+        ("telemetry: {sinks: wandb}", "telemetry.sinks = 'wandb': must be a list", "put its values in brackets: [a, b]"),
         ("    params:", "rollouts.task.params = null: must be a mapping", "write {} for an empty one"),
         (
             "  group_size: 512\nengine: {max_num_seqs: 256}",
