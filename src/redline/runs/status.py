@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -75,16 +76,23 @@ def _config_fault(path: Path) -> str:
     return "has no run.steps" if isinstance(document, dict) else "holds no recipe"
 
 
-def is_locked(path: Path) -> bool:
+def is_locked(path: Path, locks: Path = Path("/proc/locks")) -> bool:
     """Return whether a process holds the lock, as the kernel lists it: to try the lock would keep a run that starts at this
-    moment from taking it."""
+    moment from taking it. Some file systems (btrfs) have another device number in that list than in `stat`: there the process
+    that wrote its number into the file is the one."""
     try:
-        file = path.stat()
-        locks = Path("/proc/locks").read_text().splitlines()
-    except OSError:
+        file, owner = path.stat(), path.read_text().strip()
+        lines = [line.split() for line in locks.read_text().splitlines()]
+    except (OSError, ValueError):
         return False
     wanted = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
-    return any(wanted in line.split() and "FLOCK" in line for line in locks)
+    held = [fields for fields in lines if "FLOCK" in fields]
+    return any(wanted in fields or _holds(fields, owner, file.st_ino) for fields in held)
+
+
+def _holds(fields: Sequence[str], owner: str, inode: int) -> bool:
+    """Whether the process holds a file with this inode number, on whichever device."""
+    return owner in fields and any(field.endswith(f":{inode}") for field in fields)
 
 
 def is_closed(folder: RunFolder) -> bool:

@@ -175,6 +175,20 @@ def test_to_look_at_the_lock_is_not_to_take_it(tmp_path: Path) -> None:
         assert is_locked(lock)
 
 
+def test_a_run_on_btrfs_whose_locks_are_listed_under_another_device_is_running(tmp_path: Path) -> None:
+    lock, locks = tmp_path / ".lock", tmp_path / "locks"
+    lock.write_text("4711")
+    inode = lock.stat().st_ino
+    for line, expected in (
+        (f"1: FLOCK  ADVISORY  WRITE 4711 00:2f:{inode} 0 EOF", True),
+        (f"1: FLOCK  ADVISORY  WRITE 4712 00:2f:{inode} 0 EOF", False),
+        (f"1: FLOCK  ADVISORY  WRITE 4711 00:2f:{inode + 1} 0 EOF", False),
+        (f"1: POSIX  ADVISORY  WRITE 4711 00:2f:{inode} 0 EOF", False),
+    ):
+        locks.write_text(line + "\n")
+        assert is_locked(lock, locks) == expected, line
+
+
 # ── the verdict ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
