@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -180,6 +181,10 @@ class FileTasks:
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             what = f"{where}: a {type(answer).__name__}, not a text or a number"
             raise TaskError(what, 'write "answer": "42" or "answer": 42')
+        if isinstance(answer, float) and not math.isfinite(answer):
+            raise TaskError(
+                f"{where} = {answer}: no number that an answer could equal", "write the right answer, or leave the row out"
+            )
         if self._config.extract == "last_number":
             _check_number(answer, where)
         return str(answer)

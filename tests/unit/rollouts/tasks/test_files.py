@@ -223,6 +223,14 @@ def test_an_empty_reference_is_refused_since_an_empty_reply_would_equal_it(tmp_p
     assert hint == "write the right answer, or leave the row out"
 
 
+@pytest.mark.parametrize("answer", ["NaN", "Infinity"])
+def test_a_reference_that_is_no_number_is_refused_since_no_reply_equals_it(tmp_path: Path, answer: str) -> None:
+    path = write(tmp_path / "rows.jsonl", sums(5))
+    with path.open("a") as file:
+        file.write(f'{{"prompt": "1+1", "answer": {answer}}}\n')
+    assert refusal(path)[0] == f"rows.jsonl:6: answer = {float(answer)}: no number that an answer could equal"
+
+
 def test_a_file_that_names_no_split_beside_one_that_does_is_left_out_with_a_note(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", sums(5))
     assert not open_tasks(tmp_path).notes
