@@ -154,6 +154,7 @@ TABLE: tuple[Readers, ...] = (
         lambda c: c.needs_reference or c.needs_critic or c.needs_anchor,
         "trainer.kl_coef to more than 0, or trainer.mini_batches to 2 or more",
     ),
+    Readers("trainer.prefetch_layers", lambda c: c.trainer.sharding != "none", "trainer.sharding to full"),
     Readers("trainer.replay_routing", lambda c: c.engine.record_routing, "engine.record_routing to true"),
     Readers("trainer.lora.*", lambda c: c.trainer.lora.rank > 0, "trainer.lora.rank to 16"),
     Readers(
