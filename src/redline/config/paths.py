@@ -39,6 +39,11 @@ def is_run_folder(path: Path) -> bool:
     return has_both and not any(path.glob("*.safetensors"))
 
 
+def runs_beside(path: Path) -> list[str]:
+    """The names of the run folders that lie where this one would."""
+    return sorted(found.name for found in path.parent.glob("*-[0-9][0-9][0-9]*") if is_run_folder(found))
+
+
 def is_adapter(path: Path) -> bool:
     """Whether a folder holds a LoRA adapter as PEFT writes it, without the model that it belongs to."""
     return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()

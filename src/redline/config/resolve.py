@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from redline.config.algorithms import check_algorithm, fill_algorithm, recomputes_old_logprobs
 from redline.config.engine_recipe import EngineRecipe
 from redline.config.installation import how_to_install
-from redline.config.paths import is_adapter, is_run_folder, model_of_run, with_absolute_paths
+from redline.config.paths import is_adapter, is_run_folder, model_of_run, runs_beside, with_absolute_paths
 from redline.config.schema import Config
 from redline.config.sections.engine import RunEngineConfig
 from redline.config.sections.model import ModelConfig
@@ -163,6 +164,9 @@ def _check_model(path: str) -> None:
     elif path.endswith(".gguf"):
         if not local.is_file():
             raise ConfigError(f"model.path = {path!r}: no such file", "give the path of a .gguf file")
+    elif runs := runs_beside(local):  # nobody on the hub is called as a folder of runs is
+        near = difflib.get_close_matches(local.name, runs, n=1) or runs[-1:]
+        raise ConfigError(f"model.path = {path!r}: no such run", f"did you mean {local.parent / near[0]}?")
     elif not _may_be_hub_id(path):
         raise ConfigError(
             f"model.path = {path!r}: no such folder",

@@ -199,8 +199,8 @@ def _check_writable(folder: Path, key: str) -> None:
 
 
 def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> None:
-    from redline.models.files.hf import check_folder, load_config, load_tokenizer
-    from redline.models.files.sources import small_files
+    from redline.models.files.hf import check_folder, load_config, load_tokenizer, stop_token_ids
+    from redline.models.files.sources import is_on_hub, small_files
     from redline.models.layers.routes import routing_shape
     from redline.models.spec import is_ours, spec_from_config
 
@@ -209,14 +209,14 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
     if folder is None:
         notes.append(f"{path} is converted when it is first used; its prompts were not looked at")
         return
-    is_whole = Path(path).expanduser().is_dir() or path.startswith("builtin:") or path.endswith(".gguf")
-    positions = check_folder(folder, with_weights=is_whole)
+    positions = check_folder(folder, with_weights=not is_on_hub(path))
     if config.engine.record_routing:
         described = load_config(folder)
         routing_shape(spec_from_config(described) if is_ours(described) else None)
     check_model_for_ranks(config, folder)
-    rollouts = config.rollouts
-    chat = Chat(load_tokenizer(folder), rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix)
+    rollouts, tokenizer = config.rollouts, load_tokenizer(folder)
+    stop_token_ids(folder, tokenizer)
+    chat = Chat(tokenizer, rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix)
     if rollouts.environment.name is not None and rollouts.environment.keep_replies:
         notes += history_notes(chat)
     longest = min(config.engine.max_model_len or positions, positions)

@@ -26,7 +26,7 @@ from redline.errors import ModelError
 from redline.kernels.segments import Segments
 from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
-from redline.models.files.hf import load_config, load_decoder, load_tokenizer, save_folder, stop_token_ids
+from redline.models.files.hf import check_folder, load_config, load_decoder, load_tokenizer, save_folder, stop_token_ids
 from redline.models.files.sources import cache_root, model_folder
 from redline.models.files.tiny import write_tiny_model
 from redline.models.generic import GenericDecoder
@@ -404,6 +404,30 @@ def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(
     else:
         path.write_text(json.dumps({"eos_token_id": listed}))
     assert stop_token_ids(tmp_path, AutoTokenizer.from_pretrained(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": [25', "[]", '{"eos_token_id": "258"}'])
+def test_a_damaged_generation_config_is_a_model_error(content: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config.json: (unreadable|eos_token_id)"):
+        stop_token_ids(tmp_path, AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "64"}, {"hidden_size": 65}, {"num_attention_heads": 0}])
+def test_a_config_that_its_family_refuses_is_a_model_error(wrong: dict[str, object], tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described | wrong))
+    with pytest.raises(ModelError, match=r"unreadable config.json"):
+        check_folder(tmp_path)
+
+
+def test_a_damaged_tokenizer_config_is_a_model_error(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelError, match="unreadable tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_saved_folder_has_the_tokenizer_and_the_stop_tokens_of_its_template(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from redline.errors import ModelError
+from redline.errors import ModelError, boundary
 from redline.models.decoder import Decoder
 from redline.models.files.modes import give_usual_mode
 from redline.models.files.stored import MISMATCH, StoredTensors, layout_of
@@ -45,21 +45,19 @@ TOKENIZER_FILES = (
 def load_config(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    try:
+    with boundary() as caught:  # each family checks its own values, and raises what it likes
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder}: unreadable config.json: {error}", "give a Hugging Face model folder") from error
+    raise ModelError(f"{folder}: unreadable config.json: {caught.error}", "give a Hugging Face model folder") from caught.error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    try:
+    with boundary() as caught:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{folder}: unreadable tokenizer: {error}", "the folder needs tokenizer.json beside the weights"
-        ) from error
+    raise ModelError(
+        f"{folder}: unreadable tokenizer: {caught.error}", "the folder needs tokenizer.json beside the weights"
+    ) from caught.error
 
 
 def empty_decoder(config: PretrainedConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
@@ -81,6 +79,7 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.
         return GenericDecoder(load_recompute_model(folder, device, dtype))
     decoder = empty_decoder(config, device, dtype)
     weights = StoredTensors(folder)
+    weights.refuse_more_layers(decoder.spec.num_layers)
     with torch.no_grad():
         for name, source in layout_of(decoder.spec).items():
             ours, filled = decoder.get_parameter(name), 0
@@ -118,6 +117,7 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> int:
     spec = spec_from_config(config)
     if with_weights:
         weights = StoredTensors(folder)
+        weights.refuse_more_layers(spec.num_layers)
         for source in layout_of(spec).values():
             weights.check(source)
     return spec.max_positions
@@ -249,6 +249,16 @@ def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[in
     found = {tokenizer.eos_token_id} - {None}
     path = folder / "generation_config.json"
     if path.is_file():
-        listed = json.loads(path.read_text()).get("eos_token_id")
-        found |= set(listed if isinstance(listed, list) else [listed]) - {None}
+        found |= _listed_stop_tokens(path)
     return tuple(sorted(found))
+
+
+def _listed_stop_tokens(path: Path) -> set[int]:
+    try:
+        listed = json.loads(path.read_text()).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path}: unreadable: {error}", "download it again, or delete it") from error
+    tokens = set(listed if isinstance(listed, list) else [listed]) - {None}
+    if not all(isinstance(token, int) for token in tokens):
+        raise ModelError(f"{path}: eos_token_id = {listed!r}: no token ids", "write whole numbers")
+    return tokens

@@ -68,6 +68,16 @@ def small_files(path: str, seed: int = 0) -> Path | None:
     return None
 
 
+def is_on_hub(path: str) -> bool:
+    """Whether the weights of a model come from the hub, so that what `small_files` gives may be without them."""
+    local = Path(path).expanduser()
+    if is_run_folder(local):
+        return is_on_hub(str(model_of_run(local)))
+    if is_adapter(local):
+        return is_on_hub(_base(local))
+    return not path.startswith("builtin:") and not local.exists()
+
+
 def cached_folder(path: str, seed: int = 0) -> Path | None:
     """What `model_folder` has made of a path before, if it is still there."""
     name = _cache_name(path, seed)
@@ -82,10 +92,19 @@ def _cache_name(path: str, seed: int) -> str | None:
         return "smollm2-135m-instruct"
     local = Path(path).expanduser()
     if is_adapter(local):
-        local = local / "adapter_config.json"
+        return f"merged-{hashlib.sha256(_merged_of(local, seed).encode()).hexdigest()[:16]}"
     if not local.is_file():
         return None
     return f"{local.stem}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}-{int(local.stat().st_mtime)}"
+
+
+def _merged_of(adapter: Path, seed: int) -> str:
+    """What an adapter and its base are at the moment: a text that changes with the files of either."""
+    base = _named_base(adapter) or ""
+    weights = Path(base).expanduser().glob("*.safetensors") if base else ()
+    files = sorted(file for file in (*adapter.glob("adapter_*"), *weights) if file.is_file())
+    stamps = [f"{file.resolve()}/{file.stat().st_size}/{file.stat().st_mtime_ns}" for file in files]
+    return "\n".join([str(adapter.resolve()), _cache_name(base, seed) or base, *stamps])
 
 
 def cache_root() -> Path:
@@ -127,13 +146,20 @@ def _merge(adapter: Path, folder: Path, seed: int) -> None:
 
 def _base(adapter: Path) -> str:
     """The model that a PEFT folder was trained on: a folder, a hub id or a built-in model."""
-    try:
-        base = json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{adapter / 'adapter_config.json'}: not what PEFT writes", "save the adapter again") from error
+    base = _named_base(adapter)
+    if base is None:
+        raise ModelError(f"{adapter / 'adapter_config.json'}: not what PEFT writes", "save the adapter again")
     if not base:
         raise ModelError(f"{adapter}: adapter_config.json does not name its base model", "set base_model_name_or_path in it")
-    return str(base)
+    return base
+
+
+def _named_base(adapter: Path) -> str | None:
+    """What adapter_config.json calls the base model, which may be nothing; None where it is not what PEFT writes."""
+    try:
+        return str(json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path") or "")
+    except (ValueError, AttributeError):
+        return None
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:

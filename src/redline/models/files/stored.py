@@ -6,6 +6,8 @@ into memory, so that a run of rows is read without the rest of its tensor.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from redline.errors import ModelError
+from redline.errors import ModelError, in_words
 from redline.models.spec import DecoderSpec, ExpertsSpec
 
 MISMATCH = "the weights do not belong to this config.json"
+INDEX = "model.safetensors.index.json"
+"""Says which file has which weight, where there are several."""
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""Types of stored numbers that are weights by themselves: others need scales that lie beside them."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:input_layernorm|post_attention_layernorm)\.")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → the integer type that its bits are."""
 
@@ -105,21 +112,55 @@ def _experts_layout(spec: DecoderSpec, experts: ExpertsSpec, prefix: str) -> dic
     }
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights, as transformers chooses them: `model.safetensors`, else those that its index
+    names, else every safetensors file. What lies beside them, such as a copy of earlier weights, is no part of the model."""
+    whole, index = folder / "model.safetensors", folder / INDEX
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return _indexed(index)
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ModelError(f"{folder}: no *.safetensors file", "give a folder with safetensors weights")
+    return found
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [index.parent / name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: unreadable: {in_words(error)}", "download or convert the model again") from error
+
+
 class StoredTensors:
     """The folder's safetensors files as one mapping, by their names, read on demand."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._shards: dict[str, safe_open] = {}
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ModelError(f"{folder}: no *.safetensors file", "give a folder with safetensors weights")
-        for path in paths:
+        where: dict[str, str] = {}
+        for path in weight_files(folder):
             try:
                 shard = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: damaged: {error}", "download or convert the model again") from error
-            self._shards |= dict.fromkeys(shard.keys(), shard)
+            for name in shard.keys():  # noqa: SIM118  it is no mapping
+                if name in where:
+                    raise ModelError(
+                        f"{folder}: {name} is in {where[name]} and in {path.name}",
+                        "leave the files of one model in the folder, or call the one that is meant model.safetensors",
+                    )
+                where[name] = path.name
+                self._shards[name] = shard
+
+    def refuse_more_layers(self, count: int) -> None:
+        """Raise ModelError where the files have layers beyond the first `count`: a model without them would be another."""
+        numbers = {int(found[1]) for name in self._shards if (found := _LAYER.match(name))}
+        if numbers and max(numbers) >= count:
+            what = f"the weights have {max(numbers) + 1} layers, config.json says {count}"
+            raise ModelError(f"{self._folder}: {what}", MISMATCH)
 
     def check(self, source: Source, columns: torch.Size | None = None) -> None:
         """Whether a parameter of ours is there, with as many rows as config.json says, and rows of this shape where one is
@@ -171,7 +212,13 @@ class StoredTensors:
         raise ModelError(f"{self._folder}: {name} has rows {list(rows.shape)}, config.json says {expected}", MISMATCH)
 
     def _shape(self, name: str) -> list[int]:
-        return self._shard(name).get_slice(name).get_shape()
+        found = self._shard(name).get_slice(name)
+        if found.get_dtype() not in DTYPES:
+            raise ModelError(
+                f"{self._folder}: {name} is stored as {found.get_dtype()}: the weights are quantized",
+                "give the folder of the unquantized model; training needs its precision",
+            )
+        return found.get_shape()
 
     def _shard(self, name: str) -> safe_open:
         if name not in self._shards:

@@ -93,6 +93,8 @@ def _read_config(path: Path) -> _Scaling:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ModelError(f"{path}: not a LoRA adapter", "other methods of PEFT are not supported")
     _refuse_features(config, path)
+    if not isinstance(config.get("lora_alpha"), int | float):
+        raise ModelError(f"{path}: lora_alpha is missing, or no number", "write the alpha that the adapter was trained with")
     return _Scaling(config["lora_alpha"], bool(config.get("use_rslora")), config.get("alpha_pattern") or {})
 
 

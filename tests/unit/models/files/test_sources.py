@@ -18,7 +18,7 @@ from redline.config import resolve, validate
 from redline.config.trained_step import record_step
 from redline.errors import ConfigError, ModelError
 from redline.models.files.hf import load_config, load_decoder
-from redline.models.files.sources import model_folder, small_files
+from redline.models.files.sources import is_on_hub, model_folder, small_files
 from redline.models.files.tiny import write_tiny_model
 from redline.models.lora.peft import tensor_name, write_adapter
 from redline.serve.settings import make_settings
@@ -154,3 +154,78 @@ def test_training_a_run_folder_says_to_add_resume(run: Path) -> None:
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).startswith(f"{run}: a run folder, not a recipe")
     assert "add --resume" in done.exception.hint
+
+
+def q_proj(folder: Path) -> torch.Tensor:
+    return load_file(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_an_adapter_whose_weights_alone_were_replaced_is_merged_again(run: Path, base: Path) -> None:
+    adapter = run / "adapter"
+    add_adapter(adapter, base)
+    first = q_proj(model_folder(str(adapter)))
+    config = adapter / "adapter_config.json"
+    kept, stamp = config.read_bytes(), config.stat()
+    a, b = add_adapter(adapter, base).values()
+    config.write_bytes(kept)  # as a download leaves a file that has not changed
+    os.utime(config, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    second = q_proj(model_folder(str(adapter)))
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(second, q_proj(base) + 2 * b @ a)
+
+
+def test_an_adapter_of_a_built_in_model_is_merged_into_the_one_of_its_seed(tmp_path: Path) -> None:
+    add_adapter(tmp_path / "adapter", model_folder("builtin:tiny", 0))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "builtin:tiny"
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    merged = [q_proj(model_folder(str(tmp_path / "adapter"), seed)) for seed in (0, 1)]
+    bases = [q_proj(model_folder("builtin:tiny", seed)) for seed in (0, 1)]
+    torch.testing.assert_close(merged[1] - merged[0], bases[1] - bases[0])
+
+
+def test_an_adapter_is_merged_into_the_weights_that_are_loaded_and_not_into_a_copy_beside_them(run: Path, base: Path) -> None:
+    shutil.copyfile(base / "model.safetensors", base / "a_backup.safetensors")
+    add_adapter(run / "adapter", base)
+    merged = model_folder(str(run))
+    assert not torch.equal(q_proj(merged), q_proj(base))
+    assert not (merged / "a_backup.safetensors").exists()
+
+
+def test_an_adapter_made_for_weights_of_other_sizes_is_refused(run: Path, base: Path) -> None:
+    tensors = {
+        tensor_name(0, "q_proj", "A"): torch.randn(2, 5),
+        tensor_name(0, "q_proj", "B"): torch.randn(7, 2),
+    }
+    write_adapter(run / "adapter", tensors, rank=2, alpha=4, use_rslora=False, targets=["q_proj"], base=str(base))
+    with pytest.raises(ModelError, match=r"made for model.layers.0.self_attn.q_proj.weight of \[7, 5\]"):
+        model_folder(str(run))
+
+
+@pytest.mark.parametrize("alpha", [None, "16"])
+def test_an_adapter_that_does_not_say_its_alpha_is_refused(alpha: str | None, run: Path, base: Path) -> None:
+    add_adapter(run / "adapter", base)
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text()) | {"lora_alpha": alpha}
+    (run / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="lora_alpha is missing"):
+        model_folder(str(run))
+
+
+def test_weights_of_a_base_on_the_hub_are_not_looked_for_before_they_are_fetched(run: Path, base: Path) -> None:
+    add_adapter(run / "adapter", base)
+    assert not is_on_hub(str(run))
+    assert not is_on_hub(str(base))
+    assert not is_on_hub("builtin:tiny")
+    assert is_on_hub("some-org/some-model")
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "some-org/some-model"
+    (run / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    assert is_on_hub(str(run))
+
+
+def test_a_misspelt_run_is_not_looked_for_on_the_hub(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent.parent)
+    for path in ("runs/leters-001", str(run.parent / "letters-002")):
+        with pytest.raises(ConfigError, match="no such run") as caught:
+            resolve(validate(recipe(Path(path))))
+        assert caught.value.hint == f"did you mean {Path(path).parent / 'letters-001'}?"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,57 @@ def test_a_weight_with_more_or_fewer_rows_than_the_config_says_is_refused(rows: 
     save_file({**tensors, "model.layers.0.mlp.down_proj.weight": wrong}, path, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"config\.json says \[48, "):
         load_decoder(tmp_path)
+
+
+# ── which files are the model's ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_copy_of_other_weights_beside_a_model_changes_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIGS["llama, tied"], seed=1)
+    expected = load_decoder(tmp_path).state_dict()
+    write_model(tmp_path / "earlier", CONFIGS["llama, tied"], seed=2)
+    shutil.copyfile(tmp_path / "earlier" / "model.safetensors", tmp_path / "model_old.safetensors")
+    found = load_decoder(tmp_path).state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_shards_that_the_index_does_not_name_are_no_part_of_the_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "whole", CONFIGS["llama, tied"], seed=1)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    expected = load_decoder(tmp_path).state_dict()
+    write_model(tmp_path / "other", CONFIGS["llama, tied"], seed=2)
+    shutil.copyfile(tmp_path / "other" / "model.safetensors", tmp_path / "model-00099-of-00099.safetensors")
+    found = load_decoder(tmp_path).state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"index.json: unreadable"):
+        load_decoder(tmp_path)
+
+
+def test_two_files_with_the_same_weight_are_refused_where_nothing_says_which_is_meant(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIGS["llama, tied"], seed=1)
+    shutil.copyfile(tmp_path / "model.safetensors", tmp_path / "b.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    with pytest.raises(ModelError, match=r"is in a.safetensors and in b.safetensors"):
+        check_folder(tmp_path)
+
+
+def test_a_config_with_fewer_layers_than_the_weights_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIGS["llama, tied"])
+    described = json.loads((tmp_path / "config.json").read_text())
+    layers = described["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(described | {"num_hidden_layers": layers - 1}))
+    for use in (check_folder, load_decoder):
+        with pytest.raises(ModelError, match=f"the weights have {layers} layers, config.json says {layers - 1}"):
+            use(tmp_path)
+
+
+def test_weights_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIGS["llama, tied"])
+    path = tmp_path / "model.safetensors"
+    save_file({name: weight.to(torch.int8) for name, weight in load_file(path).items()}, path, metadata={"format": "pt"})
+    for use in (check_folder, load_decoder):
+        with pytest.raises(ModelError, match="is stored as I8: the weights are quantized"):
+            use(tmp_path)
