@@ -80,6 +80,7 @@ def test_what_an_algorithm_fills_in_is_nobodys_mistake(algorithm: str) -> None:
         ({"trainer__lora__alpha": 64.0}, "trainer.lora.alpha = 64.0", "trainer.lora.rank to 16"),
         ({"trainer__schedule__min_ratio": 0.1}, "trainer.schedule.min_ratio = 0.1", "trainer.schedule.kind to linear"),
         ({"trainer__schedule__decay_steps": 5}, "trainer.schedule.decay_steps = 5", "trainer.schedule.kind to linear"),
+        ({"trainer__prefetch_layers": 3}, "trainer.prefetch_layers = 3", "trainer.sharding to full"),
         ({"buffer__max_reuses": 2}, "buffer.max_reuses = 2", "buffer.max_lag to 1 or more"),
         ({"buffer__order": "signal_first"}, "buffer.order = 'signal_first'", "buffer.max_lag to 1 or more"),
         (
