@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -28,9 +29,11 @@ PATIENCE_S = 30.0
 KILLED = -9
 """Exit code of a process that the kernel ended, usually for want of memory."""
 LOG_BYTES = 4 << 20
-"""A child's stderr is kept up to this; what it wrote before is then let go."""
+"""A child's stderr is kept up to this; all but the newest of it is then let go."""
 KEPT_BYTES = 64 << 10
-"""The newest part of it that a child keeps itself."""
+"""The newest part of it, which is kept."""
+LOOK_S = 1.0
+"""Seconds after which the size of a child's stderr is looked at again while an answer is waited for."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -60,7 +63,9 @@ class Child:
         """Starts it and returns at once. `env` is added to this process's environment. With `own_group`, Ctrl-C in a terminal
         does not reach it, and what it started itself is killed with it."""
         self._patience_s, self._own_group = patience_s, own_group
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        self._log_lock = threading.Lock()
+        """Held while the log is cut or closed: a number of a file that was closed may be that of another."""
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
@@ -95,14 +100,14 @@ class Child:
     def has_answer(self, limit_s: float) -> bool:
         """Blocks until `read` would not, because of an answer or of its end, but for `limit_s` seconds at most."""
         with contextlib.suppress(queue.Empty):
-            self._first = self._first or [self._answers.get(timeout=limit_s)]
+            self._first = self._first or [self._next(limit_s)]
         return bool(self._first)
 
     def read(self, limit_s: float | None = None) -> dict[str, Any]:
         """Blocks until its next answer. Raises `ChildError` where it ends without one, and kills it where none has come after
         `limit_s` seconds."""
         try:
-            line = self._first.pop() if self._first else self._answers.get(timeout=limit_s)
+            line = self._first.pop() if self._first else self._next(limit_s)
         except queue.Empty:
             self.kill()
             raise ChildError(None, self.last_lines(), limit_s) from None
@@ -110,6 +115,19 @@ class Child:
             raise self._ended()
         document: dict[str, Any] = json.loads(line)
         return document
+
+    def _next(self, limit_s: float | None) -> str | None:
+        """Block until the next line, None at the end, and let go of old words of a child that writes without end meanwhile.
+        Raises `queue.Empty` after `limit_s` seconds."""
+        until = None if limit_s is None else time.monotonic() + limit_s
+        while True:
+            self._bound_log()
+            left = LOOK_S if until is None else until - time.monotonic()
+            try:
+                return self._answers.get(timeout=max(0.0, min(LOOK_S, left)))
+            except queue.Empty:
+                if left <= LOOK_S and until is not None:
+                    raise
 
     def finish(self) -> None:
         """Blocks until it has ended by itself. Raises `ChildError` where it ended with an error."""
@@ -125,7 +143,8 @@ class Child:
             self._process.wait(self._patience_s)
         except subprocess.TimeoutExpired:
             self.kill()
-        self._log.close()
+        with self._log_lock:
+            self._log.close()
 
     def kill(self) -> None:
         """Ends it at once. Any thread may, also while another waits for an answer. Blocks until it is gone."""
@@ -150,17 +169,18 @@ class Child:
 
     def _bound_log(self) -> None:
         # The child writes through the same open file: where this one goes back to, the child goes on.
-        if os.fstat(self._log.fileno()).st_size > LOG_BYTES:
-            self._log.seek(0)
-            self._log.truncate()
+        with self._log_lock:
+            if not self._log.closed:
+                _keep_newest(self._log.fileno())
 
     def _ended(self) -> ChildError:
         return ChildError(self._process.wait(), self.last_lines())
 
     def last_lines(self) -> list[str]:
         """The last of what it wrote to stderr."""
-        self._log.seek(0)
-        return self._log.read().splitlines()[-LINES_SHOWN:]
+        file = self._log.fileno()
+        newest = os.pread(file, KEPT_BYTES, max(0, os.fstat(file).st_size - KEPT_BYTES))  # there may be gigabytes
+        return newest.replace(b"\0", b"").decode(errors="replace").splitlines()[-LINES_SHOWN:]
 
     def __enter__(self) -> Child:
         return self
@@ -172,12 +192,16 @@ class Child:
 def bound_stderr() -> None:
     """Called by a child now and then: where its stderr is a file that has outgrown `LOG_BYTES`, keep the newest part of it
     alone."""
-    status = os.fstat(2)
+    _keep_newest(2)
+
+
+def _keep_newest(file: int) -> None:
+    status = os.fstat(file)
     if stat.S_ISREG(status.st_mode) and status.st_size > LOG_BYTES:
-        newest = os.pread(2, KEPT_BYTES, status.st_size - KEPT_BYTES)
-        os.ftruncate(2, 0)
-        os.lseek(2, 0, os.SEEK_SET)
-        os.write(2, newest)
+        newest = os.pread(file, KEPT_BYTES, status.st_size - KEPT_BYTES)
+        os.lseek(file, 0, os.SEEK_SET)  # first: what somebody writes meanwhile is not far behind the end
+        os.ftruncate(file, 0)
+        os.write(file, newest)
 
 
 def die_with(parent: int) -> None:
@@ -189,6 +213,19 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before it could be said
         os._exit(1)
+
+
+def end_soon_after(parent: int, patience_s: float = PATIENCE_S) -> None:
+    """Called by a child that ends by itself when its input does, unless it hangs: start a thread that ends it some seconds
+    after the process that started it. Returns at once."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(min(LOOK_S, patience_s))
+        time.sleep(patience_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def only_answer(command: Sequence[str], limit_s: float | None = None) -> dict[str, Any]:

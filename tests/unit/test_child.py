@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -115,3 +116,46 @@ def test_an_only_answer_counts_if_the_child_ended_well(tmp_path: Path) -> None:
 def test_an_answer_longer_than_a_pipe_arrives_whole(tmp_path: Path) -> None:
     long = "import json\nprint(json.dumps({'text': 'x' * 1_000_000}))"
     assert len(only_answer(command(tmp_path, long))["text"]) == 1_000_000
+
+
+def test_a_child_that_writes_without_end_before_its_answer_fills_neither_disk_nor_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("redline.child.LOOK_S", 0.01)
+    wordy = """
+        import os, sys, time
+        from redline.child import take_stdout
+        reply = take_stdout()
+        largest = 0
+        for number in range(400):
+            os.write(2, b"x" * 99 + b"\\n" + b"y" * 99_900)
+            largest = max(largest, os.fstat(2).st_size)
+            time.sleep(0.002)
+        print("\\nlast words", file=sys.stderr, flush=True)
+        reply({"largest": largest})
+        sys.exit(3)
+    """
+    with Child(command(tmp_path, wordy)) as child:
+        assert child.read()["largest"] < 20 << 20  # of 40 MB
+        with pytest.raises(ChildError) as caught:
+            child.finish()
+    assert caught.value.lines[-1] == "last words"
+    assert len(str(caught.value)) < 100_000
+
+
+def test_a_child_that_hangs_ends_soon_after_its_parent(tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs.py"
+    hangs.write_text(
+        "import os, time\nfrom redline.child import end_soon_after\nend_soon_after(os.getppid(), 0.1)\n"
+        "print(os.getpid(), flush=True)\ntime.sleep(600)"
+    )
+    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, {str(hangs)!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert is_alive(pid)
+        process.kill()
+    until = time.monotonic() + 60
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(pid)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from redline.child import take_stdout
+from redline.child import end_soon_after, take_stdout
 from redline.config import Config, load_recipe, resolve
 from redline.engine.stats import metrics_between
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
@@ -43,6 +44,7 @@ MOST_STEPS = 1_000_000
 
 def main() -> None:
     reply, task = take_stdout(), json.loads(sys.argv[1])
+    end_soon_after(os.getppid())  # a step that hangs never sees that its input has ended
     with _steps(task) if "recipe" in task else _case(task) as (device, play):
         reply({"device": device.type, "identity": describe_environment()})
         for line in sys.stdin:
@@ -104,7 +106,7 @@ def _recipe(task: dict[str, Any]) -> Config:
     own.append(f"run.steps={max(config.run.steps, MOST_STEPS)}")  # or the buffer would begin nothing after the recipe's last
     own += ["rollouts.evaluation.num_tasks=0", "rollouts.evaluation.stop_at=null"]
     if config.model.path.startswith("builtin:"):
-        own.append(f"model.path={model_folder(config.model.path, config.run.seed)}")
+        own.append(f"model.path={json.dumps(str(model_folder(config.model.path, config.run.seed)))}")
     return resolve(load_recipe(path, [*overrides, *own])).config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import statistics
 import sys
@@ -60,7 +61,7 @@ class Worker:
         """Starts the process at once; `wait` blocks until it is ready. It is gone when the block ends."""
         # -P: no module of that folder may stand in for one of the standard library.
         command = [sys.executable, "-P", str(_program(job.source)), json.dumps({**job.task, "seed": seed})]
-        with Child(command, {"PYTHONPATH": str(job.source)}) as child:
+        with Child(command, environment_of(job.source)) as child:
             yield cls(job, child, limit_s=limit_s, steps=steps)
 
     def wait(self) -> None:
@@ -196,6 +197,11 @@ def _told(workers: Sequence[Worker], rounds: Sequence[Round]) -> Told:
         max(a.startup_s, b.startup_s),
         a.steps * min(each.a["wall_s"] + each.b["wall_s"] for each in rounds),
     )
+
+
+def environment_of(source: Path) -> dict[str, str]:
+    """What a process that runs a source has in its environment: that source before the folders of the user's own modules."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))}
 
 
 def _program(source: Path) -> Path:
