@@ -19,7 +19,7 @@ from redline.child import Child, ChildError
 from redline.config import Config, load_recipe, refuse_without_effect, resolve
 from redline.errors import ConfigError, RunFolderError, SideError
 from redline.lab.compare.sides import OWN_SOURCE
-from redline.lab.compare.worker import Job, Told, Turns, measure_pair
+from redline.lab.compare.worker import Job, Told, Turns, environment_of, measure_pair
 from redline.lab.doctor.doctor import RULES, diagnose
 from redline.lab.doctor.facts import Facts
 from redline.lab.evidence.experiment import Pair
@@ -58,6 +58,8 @@ class ProcessBench:
     folder: Path
     """Where recordings are kept."""
     max_lag: int
+    identity: str = ""
+    """What recordings are of: those of another recipe, model or machine in the same folder are not looked at."""
     told: Told | None = None
     """What the last pair said of itself."""
     longest_s: float = 0.0
@@ -148,17 +150,22 @@ class ProcessBench:
 
     def _recorded(self, settings: Change) -> Run:
         """The recording of these settings; made where there is none that is whole. Raises `SideError`."""
-        name = hashlib.sha256(name_of(settings).encode()).hexdigest()[:12]
+        name = self._name(settings)
         folder = self.folder / f"{name}-001"
         if folder.is_dir():
             if (made := _whole(folder)) is not None:
                 return made
             shutil.rmtree(folder)
-        own = [f"run.name={name}", f"run.folder={self.folder}", f"run.steps={RECORDED_STEPS}", "run.checkpoint_every=0"]
+        own = [
+            f"run.name={name}",
+            f"run.folder={json.dumps(str(self.folder))}",
+            f"run.steps={RECORDED_STEPS}",
+            "run.checkpoint_every=0",
+        ]
         own += ["rollouts.evaluation={num_tasks: 0}", "telemetry.sinks=[]", "telemetry.alert_webhook=null"]
         task = {"recipe": str(self.recipe.resolve()), "overrides": [*self.overrides, *overrides_of(settings), *own]}
         command = [sys.executable, "-m", "redline.lab.tune.record_process", json.dumps(task)]
-        with Child(command, {"PYTHONPATH": str(OWN_SOURCE)}, own_group=True) as child:
+        with Child(command, environment_of(OWN_SOURCE), own_group=True) as child:
             try:
                 run = Run.open(child.read(self._limit_s(RECORDED_STEPS))["run"])
             except ChildError as failed:
@@ -168,6 +175,10 @@ class ProcessBench:
         for weights in (run.folder.checkpoints, run.folder.model):
             shutil.rmtree(weights, ignore_errors=True)  # nothing goes on from here
         return run
+
+    def _name(self, settings: Change) -> str:
+        """What the run of a recording is called."""
+        return hashlib.sha256(f"{self.identity}{name_of(settings)}".encode()).hexdigest()[:12]
 
     # ── pairs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 

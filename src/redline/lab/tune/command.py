@@ -20,6 +20,7 @@ from redline.lab.compare.command import Report, Request, report_of, stopping_cle
 from redline.lab.compare.sides import What
 from redline.lab.evidence.experiment import Wish
 from redline.lab.tune.bench import ProcessBench
+from redline.lab.tune.inputs import inputs_of
 from redline.lab.tune.log import TrialLog
 from redline.lab.tune.recipe import written
 from redline.lab.tune.space import overrides_of
@@ -68,9 +69,10 @@ def tune(asked: Asked, console: Console) -> Result:
     bench = ProcessBench(asked.recipe, asked.overrides, asked.out.resolve() / "recordings", asked.max_lag)
     config = bench.config({})
     _refuse(config)
-    check_inputs(config)
+    tasks = check_inputs(config).tasks
     values = recipe_values(asked.recipe, asked.overrides)
-    identity = {"recipe": json.loads(json.dumps(values, default=str)), "machine": _machine()}
+    identity = {"recipe": json.loads(json.dumps(values, default=str)), "machine": _machine(), **inputs_of(config, tasks)}
+    bench.identity = json.dumps(identity, sort_keys=True)
     tell = lambda line: console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)  # noqa: E731
     with stopping_cleanly(), TrialLog.opened(asked.out, identity) as log:
         tell_trial = lambda number, trial: console.print(  # noqa: E731

@@ -23,6 +23,10 @@ from redline.lab.tune.trials import Trial, pair_from_json
 from redline.telemetry.files.durable import drop_torn_line
 
 NAME = "log.jsonl"
+BEGUN = b'{"kind": "begun"'
+"""How the first line begins."""
+MOST_BYTES = 1 << 24
+"""Of the first line."""
 
 
 @dataclass(slots=True)
@@ -71,10 +75,9 @@ class TrialLog:
             except BlockingIOError:
                 raise ConfigError(f"{folder}: another process is tuning there", "wait for it, or give another --out") from None
             path = folder / NAME
+            _refuse_others(path, identity)
             drop_torn_line(path)
             rows = _rows(path)
-            if rows and rows[0].get("identity") != json.loads(json.dumps(identity)):
-                raise ConfigError(f"{folder}: {_differs(rows[0], identity)}", "give another --out, or remove that folder")
             log = cls(path, State())
             if not rows:
                 log.append("begun", identity=identity)
@@ -93,6 +96,24 @@ class TrialLog:
             file.flush()
             os.fsync(file.fileno())
         self.state.take(row)
+
+
+def _refuse_others(path: Path, identity: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where a log is of something else. Nothing of it is changed then."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        line = file.readline(MOST_BYTES)
+    if not line.endswith(b"\n") and line[: len(BEGUN)] == BEGUN[: len(line)]:
+        return  # a kill cut the first line
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        first = None
+    if not isinstance(first, dict) or first.get("kind") != "begun":
+        raise ConfigError(f"{path}: not the log of a tuning", "give another --out, or move that file away")
+    if first.get("identity") != json.loads(json.dumps(identity)):
+        raise ConfigError(f"{path.parent}: {_differs(first, identity)}", "give another --out, or remove that folder")
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -119,4 +140,4 @@ def _damaged(path: Path, number: int) -> ConfigError:
 def _differs(first: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
     before = first.get("identity") or {}
     names = [name for name in identity if before.get(name) != json.loads(json.dumps(identity[name]))]
-    return f"its trials are of another {' and '.join(names) or 'tuning'}"
+    return f"its trials are of another {' and '.join(names).replace('_', ' ') or 'tuning'}"

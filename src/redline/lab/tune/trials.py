@@ -30,7 +30,15 @@ UNKNOWN = 10.0
 """Half of the interval, in log units, where rounds are too few for one."""
 KILLED = -9
 """Exit code of a process that the kernel ended for want of memory."""
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror", "no room", "does not fit")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "memoryerror",
+    "bad_alloc",
+    "no room",
+    "does not fit",
+)
 """Words of errors for want of memory, in lower case."""
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)

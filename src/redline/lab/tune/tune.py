@@ -104,6 +104,7 @@ class Tuning:
         """Blocks until nothing is left or the budget is spent. Raises `SideError` where the recipe itself does not run."""
         self.began = self.clock()
         state = self.log.state
+        self.pair_s = max((trial.seconds / trial.pairs for trial in state.trials if trial.gain), default=0.0)
         while len(state.noise) < NOISE_PAIRS:
             self._pair("noise", {}, len(state.noise))
         look, ended = self._search()
@@ -116,7 +117,7 @@ class Tuning:
         while True:
             if len(state.trials) >= budget.trials:
                 return look, "as many as were allowed"
-            if state.kept and self._left_s() < self._proof_s() + max(trial.seconds for trial in state.trials):
+            if self._left_s() < self._needed_s():
                 return look, "then the time was up"
             look = self._look()
             step_s = look.step_s or self._step_s()
@@ -126,6 +127,11 @@ class Tuning:
             trial = self._try(proposal)
             self.log.append("trial", **trial.as_json())
             self.tell_trial(len(state.trials), trial)
+
+    def _needed_s(self) -> float:
+        """Seconds without which no further trial begins: of one, and of the proof that is due where something is kept."""
+        state = self.log.state
+        return self._proof_s() + max(trial.seconds for trial in state.trials) if state.kept else 0.0
 
     def _look(self) -> Look:
         """Look at the settings that are kept. The log has a line for each settings that was looked at."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -11,7 +12,7 @@ from support.paths import ROOT
 from support.run_folders import write_run
 
 from redline.config import load_recipe, resolve
-from redline.errors import ConfigError
+from redline.errors import ConfigError, SideError
 from redline.lab.doctor.doctor import Diagnosis
 from redline.lab.doctor.finding import Finding, Gain
 from redline.lab.simulate.costs import Prompts, engine_cost, trainer_cost
@@ -169,3 +170,30 @@ def test_a_recording_that_was_killed_before_anything_was_written_is_none(tmp_pat
     assert _whole(write_run(tmp_path / "begun", 3).path) is None
     assert _whole(write_run(tmp_path / "killed", RECORDED_STEPS, closed=False).path) is None
     assert _whole(write_run(tmp_path / "whole", RECORDED_STEPS).path) is not None
+
+
+def test_a_recording_of_another_recipe_in_the_same_folder_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_process(*_: object, **__: object) -> None:
+        raise SideError("a process is started")
+
+    own = ProcessBench(SMOKE, ("run.device=cpu",), tmp_path, max_lag=1, identity="a model")
+    write_run(tmp_path / f"{own._name({})}-001", RECORDED_STEPS)
+    monkeypatch.setattr("redline.lab.tune.bench.Child", no_process)
+    assert own._recorded({}).steps == RECORDED_STEPS
+    with pytest.raises(SideError, match="a process is started"):
+        ProcessBench(SMOKE, ("run.device=cpu",), tmp_path, max_lag=1, identity="another model")._recorded({})
+
+
+def test_a_recording_lies_in_its_folder_whatever_that_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, asked = tmp_path / "tuned #2: [a]", list[str]()
+
+    def no_process(command: list[str], *_: object, **__: object) -> None:
+        asked.extend(json.loads(command[-1])["overrides"])
+        raise SideError("a process is started")
+
+    monkeypatch.setattr("redline.lab.tune.bench.Child", no_process)
+    with pytest.raises(SideError, match="a process is started"):
+        ProcessBench(SMOKE, ("run.device=cpu",), folder, max_lag=1)._recorded({})
+    assert load_recipe(SMOKE, asked).run.folder == folder

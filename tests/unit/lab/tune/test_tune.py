@@ -24,6 +24,7 @@ from redline.lab.evidence.experiment import Pair, Round, Wish
 from redline.lab.evidence.guards import check
 from redline.lab.tune.command import Asked, _refuse_lower_lag
 from redline.lab.tune.guards import Kept
+from redline.lab.tune.inputs import inputs_of
 from redline.lab.tune.log import TrialLog
 from redline.lab.tune.proposals import Prediction, Proposal
 from redline.lab.tune.recipe import written
@@ -31,6 +32,7 @@ from redline.lab.tune.space import SPACE, Change, Situation, changes, name_of, o
 from redline.lab.tune.text import line_of, lines_of
 from redline.lab.tune.trials import Trial
 from redline.lab.tune.tune import Budget, Look, Tuned, Tuning, explained, tolerances
+from redline.launch.preflight import load_tasks
 
 SMOKE = ROOT / "recipes" / "smoke.yaml"
 BAD = (
@@ -383,3 +385,58 @@ def test_a_tuning_that_kept_a_lag_does_not_go_on_below_it(tmp_path: Path) -> Non
     _refuse_lower_lag(asked, {})
     with pytest.raises(ConfigError, match=r"has kept buffer\.max_lag=1 already"):
         _refuse_lower_lag(asked, {"buffer.max_lag": 1})
+
+
+def test_the_time_also_ends_a_search_that_has_kept_nothing(tmp_path: Path) -> None:
+    machine = Machine(step_s=lambda config: 1.0)
+    result = tuned(tmp_path, machine, seconds=75.0)
+    assert result.ended == "then the time was up"
+    assert machine.now < 75 + 30 + 1  # a trial that has begun ends: three pairs of ten seconds
+    assert result.experiment is None
+
+
+def test_a_tuning_that_goes_on_leaves_the_proof_its_time_too(tmp_path: Path) -> None:
+    """Pairs with the recipe as it was take three times as long as those of later trials, and only the first call had some."""
+    tuned(tmp_path, Machine(original_s=30.0), trials=1, seconds=200.0)
+    again = Machine(original_s=30.0)
+    result = tuned(tmp_path, again, seconds=400.0)
+    assert len(result.state.trials) > 1
+    assert result.experiment is not None
+    assert not result.experiment.out_of_time
+    assert again.now <= 400
+
+
+def test_a_file_of_somebody_else_is_refused_and_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    theirs = '{"loss": 1.0}\n{"loss": 0.5}'
+    path.write_text(theirs)
+    with pytest.raises(ConfigError, match="not the log of a tuning"), TrialLog.opened(tmp_path, {"recipe": "a"}):
+        pass
+    assert path.read_text() == theirs
+    path.write_text('{"kind": "beg')  # a kill in the first line
+    with TrialLog.opened(tmp_path, {"recipe": "a"}) as log:
+        assert not log.state.trials
+
+
+def test_other_weights_or_tasks_in_the_same_place_are_another_tuning(tmp_path: Path) -> None:
+    model, tasks = tmp_path / "model", tmp_path / "tasks.jsonl"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"one" * 50_000)
+    tasks.write_text("".join(f'{{"prompt": "{a} + {b}", "answer": "{a + b}"}}\n' for a in range(9) for b in range(9)))
+    own = [f"model.path={model}", f"rollouts.task={{kind: file, path: {tasks}}}"]
+
+    def identity(*overrides: str) -> dict[str, Any]:
+        config = resolve(load_recipe(SMOKE, overrides)).config
+        return {"recipe": "a", **inputs_of(config, load_tasks(config))}
+
+    for _ in range(2):
+        with TrialLog.opened(tmp_path / "out", identity(*own)):
+            pass
+    (model / "model.safetensors").write_bytes(b"two" * 50_000)
+    with pytest.raises(ConfigError, match="of another model"), TrialLog.opened(tmp_path / "out", identity(*own)):
+        pass
+    tasks.write_text(tasks.read_text().replace("8 + 8", "7 + 9"))
+    with pytest.raises(ConfigError, match="another model and set of tasks"), TrialLog.opened(tmp_path / "out", identity(*own)):
+        pass
+    assert identity() == {"recipe": "a", "model": "", "set_of_tasks": ""}, "names in the recipe say all"
