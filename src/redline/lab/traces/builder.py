@@ -15,12 +15,16 @@ from redline.lab.traces.timeline import (
     MOST_RANGES,
     MOST_WORK,
     DeviceWork,
+    Kind,
     Process,
     Ranges,
     Stream,
     Thread,
     Timeline,
 )
+
+NEARLY_ALL = 0.9
+"""Share of the launches of a process that one thread must have made for any of them to be taken for its own."""
 
 
 class Builder:
@@ -40,6 +44,8 @@ class Builder:
         self._ranges: list[array[Any]] = [array(code) for code in "qqiibqd"]
         self._work: list[array[Any]] = [array(code) for code in "qqiibq"]
         self._floor_ns, self._left_out = 0, 0
+        self._launchers: Counter[int] = Counter()
+        """Thread → calls that launched device work."""
         self._launches: set[int] = set()
         self._collectives: set[int] = set()
 
@@ -85,6 +91,8 @@ class Builder:
         if end < start:
             self.no_duration += 1
             return
+        if correlation >= 0 and kind == Kind.RUNTIME:
+            self._launchers[thread] += 1
         if end - start < self._floor_ns and name not in self._launches:
             self._left_out += 1
             return
@@ -158,9 +166,21 @@ class Builder:
             columns[1] -= zero
         found = Timeline(self.processes, threads, streams, list(self._names), Ranges(*ranges), DeviceWork(*work), self.lacks)
         found.has_groups = dict(self.groups)
+        found.launchers = self._usual_launchers(threads) if self._left_out else {}
         found.ranges.sort()
         found.work.sort()
         return found
+
+    def _usual_launchers(self, threads: list[Thread]) -> dict[int, int]:
+        """Process → the thread that launches nearly all of its device work, where there is one."""
+        calls: Counter[int] = Counter()
+        for thread, count in self._launchers.items():
+            calls[threads[thread].process] += count
+        return {
+            threads[thread].process: thread
+            for thread, count in self._launchers.items()
+            if count >= NEARLY_ALL * calls[threads[thread].process]
+        }
 
 
 def _columns(columns: list[array]) -> list[np.ndarray]:

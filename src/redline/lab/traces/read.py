@@ -10,6 +10,7 @@ from pathlib import Path
 from redline.errors import TraceError
 from redline.lab.traces import kineto, nsys
 from redline.lab.traces.builder import Builder
+from redline.lab.traces.clocks import clocks_apart
 from redline.lab.traces.json_stream import not_a_trace, opened
 from redline.lab.traces.names import is_graph_launch
 from redline.lab.traces.timeline import Kind, Timeline
@@ -101,7 +102,7 @@ def _reader(path: Path) -> Callable[[Path, Builder], None]:
 
 def shortcomings(timeline: Timeline) -> list[str]:
     """Say what a capture lacks as a whole: sides, ranks, replays."""
-    return [*_sides(timeline), *_ranks(timeline), *_replays(timeline)]
+    return [*_sides(timeline), *_clocks(timeline), *_ranks(timeline), *_replays(timeline)]
 
 
 def _sides(timeline: Timeline) -> list[str]:
@@ -119,6 +120,17 @@ def _sides(timeline: Timeline) -> list[str]:
     if silent and any(timeline.processes[i].rank is not None for i in range(len(timeline.processes))):
         found.append(f"{', '.join(silent)} recorded no device work, unlike {busy} others.")
     return found
+
+
+def _clocks(timeline: Timeline) -> list[str]:
+    """Name processes whose devices have other clocks than their threads; their launches are not looked at then."""
+    timeline.clocks_apart = clocks_apart(timeline)
+    return [
+        f"{timeline.processes[process].label}: device work begins {abs(by) / 1e6:,.1f} ms"
+        f" {'before' if by < 0 else 'after'} the calls that launched it: devices and threads have different clocks or"
+        " units, and what held up a launch cannot be told."
+        for process, by in timeline.clocks_apart.items()
+    ]
 
 
 def _ranks(timeline: Timeline) -> list[str]:

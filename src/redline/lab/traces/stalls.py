@@ -175,9 +175,11 @@ def _stall(timeline: Timeline, row: int, launches: Launches, start: int, end: in
     """Return the stall that ends when this piece of work begins."""
     work = timeline.work
     process = timeline.streams[work.stream[row]].process
+    if process in timeline.clocks_apart:
+        return Stall(start, end, process, -1, -1)
     call = launches.row(process, int(work.correlation[row]))
     if call < 0:
-        return Stall(start, end, process, -1, -1)
+        return Stall(start, end, process, timeline.launchers.get(process, -1), -1)
     return Stall(start, end, process, int(timeline.ranges.thread[call]), int(timeline.ranges.end[call]))
 
 

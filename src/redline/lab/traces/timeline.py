@@ -141,6 +141,10 @@ class Timeline:
     """What is missing or doubtful, each as a sentence."""
     has_groups: dict[int, int] = field(default_factory=dict)
     """Process → the most ranks that a collective of its own names."""
+    launchers: dict[int, int] = field(default_factory=dict)
+    """Process → the thread that launches its device work, where short calls were left out; empty where none was."""
+    clocks_apart: dict[int, int] = field(default_factory=dict)
+    """Process → by how much its devices' times do not fit those of its threads, in nanoseconds."""
 
     @property
     def range_process(self) -> np.ndarray:

@@ -173,3 +173,15 @@ def test_a_file_may_have_any_name(recorded: Recorded, tmp_path: Path) -> None:
     path = nsys_files.write(recorded, tmp_path / "report.sqlite")
     odd = path.rename(tmp_path / os.fsdecode(b"100%41 of #1?\xff.sqlite"))
     assert lacks(diagnose([odd])) == ""
+
+
+@pytest.mark.parametrize(("times", "by", "words"), [(1, -5 * MS, "before"), (1000, 0, "after")])
+def test_devices_whose_times_do_not_fit_their_threads_are_named_and_nobody_is_blamed(
+    recorded: Recorded, tmp_path: Path, times: int, by: int, words: str
+) -> None:
+    """A clock that was never lined up, and nanoseconds where microseconds belong."""
+    moved = [replace(each, start=times * each.start + by, end=times * each.end + by) for each in recorded.kernels]
+    found = diagnose(kineto_files.write_ranks(replace(recorded, kernels=moved), tmp_path))
+    assert lacks(found).count(f"{words} the calls that launched it: devices and threads have different clocks") == 4
+    assert {cause.call for engine in found.engines for cause in engine.causes} == {""}
+    assert {cause.kind for engine in found.engines for cause in engine.causes} == {UNRECORDED}

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from redline.errors import TraceError
+from redline.lab.traces.builder import Builder
 from redline.lab.traces.causes import Cause
 from redline.lab.traces.diagnosis import Diagnosis, diagnose
 from redline.lab.traces.names import class_of, sends, waits
 from redline.lab.traces.text import lines_of
+from redline.lab.traces.timeline import Kind
 
 STEPS, STEP = 20, 10_000
 """Steps of a capture, and microseconds of each."""
@@ -246,3 +248,20 @@ def test_rows_of_other_types_are_left_out_of_an_export(odd: Any, tmp_path: Path)
     found = diagnose([path])
     assert list(lines_of(found))
     assert [sentence for sentence in found.lacks if "were left out" in sentence]
+
+
+def test_where_short_launches_were_left_out_the_thread_that_makes_them_is_still_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations of 20 µs are most of a capture: calls of 5 µs go first when memory is bounded."""
+    events = held_up("pickle.dumps")
+    for step in range(STEPS):
+        events += [call(f"aten::op{place}", step * STEP + 8100 + 25 * place, 20, kind="cpu_op") for place in range(40)]
+    events.sort(key=lambda event: event["ts"])
+    path = write(tmp_path / "rank0.json", events)
+    monkeypatch.setattr("redline.lab.traces.read.Builder", lambda: Builder(most_ranges=300))
+    bounded = diagnose([path])
+    assert any("were left out, to bound memory" in sentence for sentence in bounded.lacks)
+    assert not (bounded.timeline.ranges.kind == Kind.RUNTIME).any()
+    assert first_cause(bounded).call == "pickle.dumps"
+    assert first_cause(bounded).lost == pytest.approx((STEPS - 1) * 8_000_000, rel=0.02)
