@@ -239,8 +239,10 @@ def _groups(rows: list[dict[str, Any]], facts: Facts) -> tuple[Group, ...]:
     groups = tuple(_group(attempts, scored_s) for attempts in found.values())
     asked = max(1.0, float(np.mean([group.prompt_tokens for group in groups])))
     computed = float(_column(facts, "engine/prompt_tokens").mean()) / facts.setting("rollouts.groups_per_step", 1)
-    others = max(1.0, float(np.mean([len(group.tokens) for group in groups])) - 1)
-    share, again = min(1.0, computed / asked), max(0.0, computed - asked) / others
+    others = float(np.mean([len(group.tokens) for group in groups])) - 1
+    share, again = computed / asked, 0.0
+    if others > 0 and share > 1:
+        share, again = 1.0, (computed - asked) / others
     return tuple(replace(group, prompt_tokens=round(group.prompt_tokens * share), again_tokens=again) for group in groups)
 
 

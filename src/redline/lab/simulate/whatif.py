@@ -226,6 +226,8 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
     for field, factor in PER_DOUBLING.items():
         if getattr(wanted, field) > 1:
             assumed.append(f"{field.replace('_', ' ')}: twice the devices are {factor:g} times as fast")
+    if wanted.group_size > recorded.group_size == 1:
+        assumed.append("further attempts of a group compute nothing of its prompt; groups of one do not tell")
     if wanted.lengths != 1:
         assumed.append("all answers are longer or shorter by the same factor")
     assumed += _assumed_of_placement(recording, recorded, wanted)

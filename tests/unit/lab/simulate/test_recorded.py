@@ -23,16 +23,17 @@ from redline.runs import Run
 from redline.types import TrajectoryGroup
 
 
-def run_of(path: Path, step_s: list[Any], prompt_tokens: int = 3) -> Run:
-    """A run with one group of two attempts a step, which sampled as many tokens as the step's number and twice that."""
+def run_of(path: Path, step_s: list[Any], prompt_tokens: int = 3, group_size: int = 2) -> Run:
+    """A run with one group of two attempts a step, which sampled as many tokens as the step's number and twice that; or of one
+    attempt, the first."""
     folder = write_run(path, 1, max_lag=0)
     folder.metrics.write_text("")
     append(folder.metrics, ({**_row(step, s), "engine/prompt_tokens": prompt_tokens} for step, s in enumerate(step_s, 1)))
     store = TrajectoryStore(folder.trajectories)
     for step in range(1, len(step_s) + 1):
-        attempts = [trajectory([1, 2, 3], [4] * tokens, version=step - 1) for tokens in (step, 2 * step)]
+        attempts = [trajectory([1, 2, 3], [4] * tokens, version=step - 1) for tokens in (step, 2 * step)][:group_size]
         store.begin([step], step - 1)
-        store.add(TrajectoryGroup("task", attempts, np.zeros(2, np.float32), step))
+        store.add(TrajectoryGroup("task", attempts, np.zeros(group_size, np.float32), step))
         store.lease([step], step - 1)
         store.trained([step], step - 1)
     store.close()
@@ -92,6 +93,15 @@ def test_all_tokens_of_prompts_that_were_computed_are_of_some_attempt(
     config = json.loads(run.folder.config.read_text())
     run.folder.config.write_text(json.dumps({**config, "rollouts": {**config["rollouts"], "groups_per_step": 1}}))
     assert {(group.prompt_tokens, group.again_tokens) for group in Recording.of(run).groups} == {(first, again)}
+
+
+def test_a_group_of_one_computes_all_that_was_computed_of_its_prompts(tmp_path: Path) -> None:
+    """Turns that begin anew each time: nobody else could have computed these tokens."""
+    run = run_of(tmp_path / "run", [1.0] * 10, 9, group_size=1)
+    config = json.loads(run.folder.config.read_text())
+    alone = {**config["rollouts"], "groups_per_step": 1, "group_size": 1}
+    run.folder.config.write_text(json.dumps({**config, "rollouts": alone}))
+    assert {(group.prompt_tokens, group.again_tokens) for group in Recording.of(run).groups} == {(9, 0.0)}
 
 
 @pytest.mark.parametrize(("tokens", "rows", "fills"), [([5] * 8, 8, 1), ([5] * 8, 4, 2), ([1, 2, 3, 4, 9, 9], 2, 5)])

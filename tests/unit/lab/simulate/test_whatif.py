@@ -250,3 +250,15 @@ def test_a_run_that_the_model_does_not_explain_is_refused() -> None:
 
 def test_an_engine_in_the_trainers_process_is_one() -> None:
     assert changed(recorded_settings(CONFIG), ["placement.engines=0"]).engines == 1
+
+
+def test_larger_groups_than_recorded_ones_of_one_rest_on_an_assumption() -> None:
+    found = recording()
+    alone = tuple(Group(group.tokens[:1], (0.0,), 10) for group in found.groups)
+    config = {**CONFIG, "rollouts": {"groups_per_step": 16, "group_size": 1}}
+    step_s = _predicted(replace(found, groups=alone), recorded_settings(config), recorded_settings(config)).step_s
+    answer = simulate(
+        replace(found, groups=alone, config=config, step_s=np.full(10, step_s)),
+        ["rollouts.group_size=4", "rollouts.groups_per_step=4"],
+    )
+    assert any("groups of one do not tell" in assumption for assumption in answer.assumptions)
