@@ -95,10 +95,11 @@ class Runs:
 
     def _free_name(self, folder: Path) -> str:
         """The folder's, or with a number where another of that name is shown already."""
-        taken, name, number = set(self._ids.values()), folder.name, 1
+        own = folder.name.encode(errors="replace").decode()  # an address of a page has no half of a letter
+        taken, name, number = set(self._ids.values()), own, 1
         while name in taken:
             number += 1
-            name = f"{folder.name}~{number}"
+            name = f"{own}~{number}"
         return name
 
 

@@ -28,7 +28,7 @@ from redline.runs.columns import Json
 from redline.runs.listing import Runs
 from redline.runs.reader import Explain
 from redline.web.guard import Guard
-from redline.web.page import live_page, script, style
+from redline.web.page import live_page, page_bytes, script, style
 
 ASSETS: dict[str, tuple[Callable[[], str], str]] = {
     "script.js": (script, "text/javascript"),
@@ -128,5 +128,5 @@ def _no_run(name: str) -> HTTPException:
 
 async def _json(make: Callable[[], dict[str, Json]]) -> Response:
     """In a thread: to read a long run takes a moment, and others ask meanwhile."""
-    body = await run_in_threadpool(lambda: json.dumps(make(), ensure_ascii=False, allow_nan=False).encode())
+    body = await run_in_threadpool(lambda: page_bytes(json.dumps(make(), ensure_ascii=False, allow_nan=False)))
     return Response(body, media_type="application/json")

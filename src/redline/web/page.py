@@ -70,5 +70,10 @@ def _enclosed(document: dict[str, Any]) -> str:
     return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
+def page_bytes(text: str) -> bytes:
+    """As a browser gets it. Names of files and what programs say may hold halves of letters, which UTF-8 has not."""
+    return text.encode(errors="replace")
+
+
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -9,7 +9,7 @@ from redline.runs import Run
 from redline.runs.reader import Explain, RunReader
 from redline.runs.trajectories import Trajectories
 from redline.telemetry.files.durable import replace_file
-from redline.web.page import report_page
+from redline.web.page import page_bytes, report_page
 
 
 def write_report(run: Run | Path, target: Path, explain: Explain | None = None) -> None:
@@ -18,6 +18,6 @@ def write_report(run: Run | Path, target: Path, explain: Explain | None = None) 
     document = reader.document()
     document["trajectories"] = Trajectories(reader.run).chosen()
     try:
-        replace_file(target, report_page(document["head"]["name"], document).encode())
+        replace_file(target, page_bytes(report_page(document["head"]["name"], document)))
     except (FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError) as error:
         raise RunFolderError(f"{target}: cannot be written: {error.strerror}", "choose another file with -o FILE") from error

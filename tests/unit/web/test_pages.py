@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,15 @@ def test_where_others_can_reach_it_a_token_is_needed(two_runs: Path) -> None:
     assert "HttpOnly" in answer.headers["set-cookie"]
     assert ask(runs, "/data/runs", token="right", **cookie).status_code == 200
     assert ask(runs, "/data/runs", token="right", cookie=f"{COOKIE}=wrong").status_code == 403
+
+
+def test_a_run_whose_name_is_no_text_has_a_page_and_takes_no_other_from_the_list(two_runs: Path, tmp_path: Path) -> None:
+    odd = write_run(two_runs / os.fsdecode(b"caf\xe9-001"), 3)
+    append(odd.path / "alerts.jsonl", [{"step": 1, "kind": "odd", "seen": "half of a letter: \ud83d"}])
+    runs = Runs([two_runs])
+    listed = {run["id"] for run in ask(runs, "/data/runs").json()["runs"]}
+    assert listed == {"one-001", "one-001~2", "caf?-001"}
+    assert ask(runs, "/run/caf%3F-001").status_code == 200
+    assert ask(runs, "/data/run/caf%3F-001").json()["alerts"][0]["seen"] == "half of a letter: ?"
+    write_report(odd.path, tmp_path / "report.html")
+    assert "caf?-001" in (tmp_path / "report.html").read_text()
