@@ -59,7 +59,7 @@ class Columns:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """A row without the index is none of ours."""
-        if not isinstance(row.get(self.index), int | float):
+        if not is_finite(row.get(self.index)):
             return
         keys = tuple(row)
         layout = self._layouts.get(keys)
@@ -67,7 +67,10 @@ class Columns:
             layout = self._layouts[keys] = self._lay_out(row)
         values = row.values() if not layout.unknown else [row[key] for key in layout.known]
         for column, value in zip(layout.columns, values, strict=True):
-            column.append(value if isinstance(value, int | float) else math.nan)
+            try:
+                column.append(value if isinstance(value, int | float) else math.nan)
+            except OverflowError:  # a whole number that no float holds
+                column.append(math.nan)
         for column in layout.absent:
             column.append(math.nan)
 
@@ -128,6 +131,14 @@ class Columns:
                 low[key], high[key] = _numbers(least, 5), _numbers(greatest, 5)
         thinned = {"size": size, "points": points, "rows": len(self), "low": low, "high": high, "quantiles": quantiles}
         return Whole(rows, thinned, points + RECENT)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value of a row is a number that a page can hold."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def spread(items: Sequence[Item], most: int) -> list[Item]:

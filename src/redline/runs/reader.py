@@ -10,6 +10,7 @@ points than it can show: of a long run, everything is older rows in buckets and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.errors import boundary
-from redline.runs.columns import MOST_POINTS, Columns, Json, spread
+from redline.runs.columns import MOST_POINTS, Columns, Json, is_finite, spread
 from redline.runs.learned import Learned
 from redline.runs.machines import machines_lately
 from redline.runs.run import LogName, Run, setting
@@ -126,10 +127,11 @@ class RunReader:
             return False
         take = {"metrics": self._take_step, "samples": self._take_sample, "evaluations": self._take_evaluation}.get(name)
         for row in rows:
-            if take:
-                take(row)
-            else:
+            if take is None:
                 self._alerts.append(row)
+                continue
+            with contextlib.suppress(TypeError, ValueError, OverflowError):  # values of other kinds than ours: no row
+                take(row)
         return not self._tails[name].at_end
 
     def _take_step(self, row: dict[str, Any]) -> None:
@@ -151,8 +153,9 @@ class RunReader:
 
     def _take_evaluation(self, row: dict[str, Any]) -> None:
         """Its numbers; answers are no part of a chart."""
-        self._learned.add_evaluation(row)
-        self._evaluations.append({key: value for key, value in row.items() if isinstance(value, int | float)})
+        known = {key: value for key, value in row.items() if is_finite(value)}
+        self._learned.add_evaluation(known | {key: value for key, value in row.items() if isinstance(value, list)})
+        self._evaluations.append(known)
 
     def _forget_samples(self) -> None:
         self._epoch = f"{time.time_ns():x}-{self._num_resets}"

@@ -152,6 +152,21 @@ def test_a_log_that_cannot_be_read_takes_no_other_run_from_the_dashboard(tmp_pat
     assert [run["steps_done"] for run in Runs([tmp_path]).changes("")["runs"]] == [3, 0]
 
 
+def test_rows_with_values_of_other_kinds_take_neither_the_page_nor_another_run(tmp_path: Path) -> None:
+    """Whole numbers that no float holds, and words where numbers belong: somebody wrote into the logs, or a disk did."""
+    write_run(tmp_path / "run-001", 3)
+    folder = write_run(tmp_path / "run-002", 3)
+    append(folder.metrics, [{**step_row(4, 9), "rollouts/groups": 10**400}, {**step_row(5, 9), "run/steps": "many"}])
+    append(folder.metrics, [{"step": 10**400, "run/step_s": 1.0}, {**step_row(6, 9), "run/step_s": 10**400}])
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 1e999, "run/step_s": 1e999}\n')
+    append(folder.evaluations, [{"step": 6, "evaluation/reward_mean": 10**400}])
+    document = RunReader(folder.path).document()
+    assert json.loads(json.dumps(document, allow_nan=False))["steps"]["step"] == [1, 2, 3, 4]
+    assert document["steps"]["rollouts/groups"] == [8, 8, 8, None]
+    assert [run["steps_done"] for run in Runs([tmp_path]).changes("")["runs"]] == [3, 4]
+
+
 def test_a_run_that_recorded_a_failure_is_shown_as_failed_until_it_goes_on(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 3, total=5)
     with pytest.raises(TaskError), folder.locked(), recording_failure(folder):
