@@ -130,7 +130,7 @@ class RunReader:
             if take is None:
                 self._alerts.append(row)
                 continue
-            with contextlib.suppress(TypeError, ValueError, OverflowError):  # values of other kinds than ours: no row
+            with contextlib.suppress(TypeError, ValueError, ArithmeticError):  # values of other kinds than ours: no row
                 take(row)
         return not self._tails[name].at_end
 

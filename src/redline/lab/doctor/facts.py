@@ -268,12 +268,12 @@ def _steps_since_its_first(run: Run, newest: Mapping[str, Any]) -> int:
 
 def _add_time_between(rows: list[dict[str, Any]], before: Mapping[str, Any], run: Run) -> None:
     """Give each row the seconds between the step before it and its own; 0 for the first of a process."""
-    evaluated = {row.get("step"): row.get("evaluation/seconds") for row in rows_of(run.folder.evaluations)}
+    evaluated = {_number(row.get("step")): row.get("evaluation/seconds") for row in rows_of(run.folder.evaluations)}
     for last, row in zip([before, *rows], rows, strict=False):
         passed = _number(row.get("run/time_s")) - _number(last.get("run/time_s")) - _number(row.get("run/step_s"))
         between = max(0.0, passed) if math.isfinite(passed) else 0.0
         row[BETWEEN] = between
-        seconds = evaluated.get(last.get("step"))
+        seconds = evaluated.get(_number(last.get("step")))
         row[EVALUATION] = min(between, _number(seconds)) if isinstance(seconds, int | float) else 0.0
     _leave_out_a_jump(rows, setting(run.config, "run", "checkpoint_every", 0))
 

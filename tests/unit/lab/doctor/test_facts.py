@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.run_folders import append, write_run
+from support.run_folders import append, step_row, write_run
 
 from redline.lab.doctor import facts as facts_module
 from redline.lab.doctor.facts import BETWEEN, EVALUATION, Facts
@@ -98,3 +98,10 @@ def test_a_step_without_a_phase_spent_no_time_in_it() -> None:
     found = Facts({}, steps)
     assert found.mean("timeline/evaluation_s") == pytest.approx(0.2)
     assert found.mean("x") == 2.0
+
+
+def test_steps_that_are_no_numbers_are_never_a_traceback(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 12, max_lag=0)
+    append(folder.evaluations, [{"step": [1], "evaluation/seconds": 1.0}])
+    append(folder.metrics, [{**step_row(13, 12), "step": {"a": 1}}, step_row(14, 12)])
+    assert Facts.of(Run.open(folder.path)).num_steps == 12
