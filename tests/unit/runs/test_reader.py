@@ -181,6 +181,15 @@ def test_a_run_that_recorded_a_failure_is_shown_as_failed_until_it_goes_on(tmp_p
     assert RunReader(folder.path).summary()["failure"] is None
 
 
+def test_a_row_with_texts_in_place_of_numbers_costs_its_figures_alone(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3, total=5)
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 4, "run/step_s": "slow", "engine/tokens_per_s": "many", "rollouts/reward_mean": "good"}\n')
+    document = RunReader(folder.path).document()
+    assert document["head"]["steps_done"] == 4
+    assert json.dumps(document, allow_nan=False)
+
+
 def test_to_look_at_the_lock_is_not_to_take_it(tmp_path: Path) -> None:
     lock = tmp_path / ".lock"
     assert not is_locked(lock)

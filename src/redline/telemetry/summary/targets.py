@@ -73,7 +73,7 @@ class Evidence:
         self.num_rows += 1
         for key in KEYS:
             value = row.get(key)
-            if value is not None:
+            if isinstance(value, int | float):  # not null, and no text of somebody else's
                 self.values[key].append(value)
         self.phases[PREFIX].update(step_phases(row) if phases is None else phases)
         self.phases[ROLLOUTS_PREFIX].update(rollouts_phases(row))
