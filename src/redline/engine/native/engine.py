@@ -30,6 +30,7 @@ from redline.engine.native.in_flight import InFlight
 from redline.engine.native.launcher import Launcher
 from redline.engine.native.look_ahead import LookAhead
 from redline.engine.native.lora import Adapters, LoraCounts, Source
+from redline.engine.native.running.cpu import CpuRunner
 from redline.engine.native.running.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.native.running.replay import Replay
 from redline.engine.native.running.rows import Rows
@@ -146,7 +147,7 @@ class NativeEngine:
         cache = KVCache(spec, num_blocks, self._block_size, weight.device, weight.dtype, routing=self._routing)
         rows = DeviceRows(self._config.max_num_seqs, self._max_blocks, spec.vocab_size, weight.device)
         rows.share_samples = self._ranks.share_samples if self._ranks else None
-        runner = Runner(self.decoder, cache, rows)
+        runner = CpuRunner.of(self.decoder, cache, rows) or Runner(self.decoder, cache, rows)
         if kernels_serve(weight):
             from redline.engine.native.running import cuda
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from redline.engine.native.cache.attention import GatherAttention, Runs
 from redline.engine.native.cache.kv_cache import KVCache
+from redline.engine.native.cache.paged_attention import PagedAttention
 from redline.engine.native.cache.prefixes import Prefixes
 from redline.engine.native.cache.routing import RecordedRoutes
 from redline.engine.native.running.device_rows import DeviceRows
@@ -196,7 +197,7 @@ class Runner:
 
     def _slots(self, attend: AnyAttend) -> Tensor:
         """int64[T]: where in the cache the tokens of a pass are."""
-        assert isinstance(attend, GatherAttention)
+        assert isinstance(attend, GatherAttention | PagedAttention)
         return attend.slots_T
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,8 +210,12 @@ class Runner:
         assert prefixes is None
         rows = self.rows.upload(rows_B, torch.int64)
         tables = self.rows.tables_RN[rows].cpu().numpy()
-        attend = GatherAttention(self.cache, Runs(positions_B, np.ones_like(positions_B), tables), self._dtype)
+        attend = self._attention(Runs(positions_B, np.ones_like(positions_B), tables))
         return Samples.of(self._decode_once(rows, attend.positions_T, attend, wants))
+
+    def _attention(self, runs: Runs) -> GatherAttention | PagedAttention:
+        """That of rows that decode, or whose drafts are verified."""
+        return GatherAttention(self.cache, runs, self._dtype)
 
     def _decode_once(self, rows_B: Tensor, positions_B: Tensor, attend: AnyAttend, wants: Wants) -> Sampled:
         slots_B = self.rows.adapter_slots(rows_B, wants)
@@ -243,7 +248,7 @@ class Runner:
         )
         tokens_T = torch.where(drafts_T == NEWEST, self.rows.next_token_R[rows_T], drafts_T)
         runs = Runs(positions_B, drafts.lengths_B, self.rows.tables_RN[rows].cpu().numpy())
-        attend = GatherAttention(self.cache, runs, self._dtype)
+        attend = self._attention(runs)
         hidden_TE = self._forward(tokens_T, attend.positions_T, attend, self.rows.adapter_slots(rows_T, wants))
         if self._drop_spoilt(runs, drafts):
             return self._verify(rows_B, positions_B, drafts.without_any(), wants)

@@ -1,0 +1,70 @@
+"""What C between the products of a decode step brings on a CPU: the engine with it and without, in turn.
+
+    PYTHONPATH=src python benchmarks/kernels/cpu_steps.py [--dtype bfloat16] [--rounds 4] [--prompts 64] [--new-tokens 128]
+
+C1's questions, sampled by two engines over one network; who is first changes from round to round. Prompts are in it, which go
+through the same code in both. Says how many completions are the same: both round, and not alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from unittest import mock
+
+import torch
+
+from redline.config.sections.engine import EngineConfig
+from redline.engine import NativeEngine
+from redline.engine.native.running import cpu
+from redline.lab.material.networks import make_network
+from redline.lab.material.prompts import question_prompts
+from redline.launch.engines import make_engine
+from redline.models.decoder import Decoder
+from redline.types import GenerateRequest, SamplingParams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="builtin:smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    asked = parser.parse_args()
+    network = make_network(asked.model, torch.device("cpu"), getattr(torch, asked.dtype), seed=0)
+    prompts = question_prompts(asked.prompts, network.tokenizer)
+    config = EngineConfig(max_num_seqs=asked.prompts, max_model_len=max(map(len, prompts)) + asked.new_tokens)
+    engines = {"torch": without_c(network.decoder, config), "C": make_engine(network.decoder, config)}
+    assert isinstance(engines["C"]._runner, cpu.CpuRunner), "no C here"
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    found: dict[str, list[list[int]]] = {}
+    for number in range(-1, asked.rounds):
+        for name in list(engines) if number % 2 else list(reversed(engines)):
+            length = asked.new_tokens if number >= 0 else 4  # the first round warms up
+            requests = [GenerateRequest(p, SamplingParams(max_tokens=length, seed=i)) for i, p in enumerate(prompts)]
+            engines[name].reset_prefix_cache()
+            began = time.perf_counter()
+            groups = engines[name].generate(requests)
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - began)
+                found[name] = [group[0].token_ids.tolist() for group in groups]
+    ratios = [before / after for before, after in zip(seconds["torch"], seconds["C"], strict=True)]
+    for name, each in seconds.items():
+        print(f"{name:6} {asked.prompts * asked.new_tokens / statistics.median(each):7.0f} tok/s")
+    same = sum(a == b for a, b in zip(found["torch"], found["C"], strict=True))
+    print(
+        f"{statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f} in {asked.rounds} rounds)",
+        end="",
+    )
+    print(f", {same} of {asked.prompts} completions are the same; {torch.get_num_threads()} threads")
+
+
+def without_c(decoder: Decoder, config: EngineConfig) -> NativeEngine:
+    with mock.patch.object(cpu, "steps_for", return_value=None):
+        return make_engine(decoder, config)
+
+
+if __name__ == "__main__":
+    main()

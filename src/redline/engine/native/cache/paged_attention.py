@@ -1,0 +1,33 @@
+"""Attention over the paged cache on a CPU, where the keys and values lie: nothing is gathered."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.engine.native.cache.attention import Runs
+from redline.engine.native.cache.kv_cache import KVCache
+from redline.kernels.cpu.steps import Steps
+from redline.models.decoder import DecoderLayer
+
+
+class PagedAttention:
+    """Norm, rotation, cache write and attention of runs of new tokens. A `FusedAttend`."""
+
+    def __init__(self, steps: Steps, cache: KVCache, rotary: Tensor, runs: Runs) -> None:
+        self._steps, self._cache, self._rotary, self._runs = steps, cache, rotary, runs
+        self.positions_T = torch.from_numpy(runs.positions())
+        self._lines_T = torch.from_numpy(np.repeat(np.arange(len(runs.lengths_S)), runs.lengths_S))
+        self._tables_LN = torch.from_numpy(np.ascontiguousarray(runs.tables_SN, dtype=np.int64))
+
+    @property
+    def slots_T(self) -> Tensor:  # noqa: N802
+        """int64: where in the cache each token goes."""
+        return torch.from_numpy(self._runs.slots(self._cache.block_size))
+
+    def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
+        keys, values = self._cache.blocks[layer.index]
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        places = (self.positions_T, self._lines_T, self._tables_LN)
+        return self._steps.attend(heads.contiguous(), keys, values, *places, self._rotary, norms, layer.spec.norm_eps)

@@ -1,0 +1,77 @@
+"""The runner for CPUs that C can be compiled for: of a step that decodes or verifies, only the products are torch's.
+
+Prompts, and what decodes beside them, go through the network as ever: there the products are nearly all of the time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redline.engine.native.cache.attention import Runs
+from redline.engine.native.cache.kv_cache import KVCache
+from redline.engine.native.cache.paged_attention import PagedAttention
+from redline.engine.native.running.device_rows import DeviceRows
+from redline.engine.native.running.runner import Runner
+from redline.kernels.cpu.steps import LANES, Steps, steps_for
+from redline.models.decoder import AnyAttend, Decoder, DecoderLayer
+from redline.models.files.hf import AnyDecoder
+from redline.models.layers import weight_first
+from redline.models.layers.rope import rotary_table
+
+
+class CpuRunner(Runner):
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows, steps: Steps) -> None:
+        super().__init__(decoder, cache, rows)
+        self._network, self._steps = decoder, steps
+        positions = torch.arange(rows.tables_RN.shape[1] * cache.block_size)
+        table = rotary_table(decoder.rotary_frequencies, decoder.rotary_factor, positions, cache.blocks.dtype)
+        self._rotary = torch.stack(table).squeeze(2).contiguous()
+        """cos and sin [2, positions, D / 2]."""
+        spec = decoder.spec
+        has_rows = spec.hidden_size % LANES == spec.intermediate_size % LANES == 0
+        self._is_plain = has_rows and spec.experts is None and all(layer.is_whole for layer in decoder.layers)
+
+    @classmethod
+    def of(cls, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> CpuRunner | None:
+        """None where the network, or the machine, is none that it serves."""
+        if not isinstance(decoder, Decoder) or not cache.blocks.is_cpu or cache.heads_first:
+            return None
+        spec, dtype = decoder.spec, cache.blocks.dtype
+        if any(parameter.dtype is not dtype for parameter in decoder.parameters()):
+            return None
+        steps = steps_for(dtype, spec.head_dim, spec.num_heads // spec.num_kv_heads)
+        return None if steps is None else cls(decoder, cache, rows, steps)
+
+    def _attention(self, runs: Runs) -> PagedAttention:
+        return PagedAttention(self._steps, self.cache, self._rotary, runs)
+
+    def _forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: AnyAttend,
+        adapter_slots_T: Tensor | None,
+        only_M: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(attend, PagedAttention) and self._is_plain and adapter_slots_T is None and self.cache.routing is None:
+            return self._hidden(tokens_T, attend)
+        return super()._forward(tokens_T, positions_T, attend, adapter_slots_T, only_M)
+
+    def _hidden(self, tokens_T: Tensor, attend: PagedAttention) -> Tensor:
+        """As `Decoder.forward` does it."""
+        decoder, eps, norm = self._network, self._network.spec.norm_eps, self._steps.add_rms_norm
+        x_TE, delta_TE = F.embedding(tokens_T, decoder.embed), None
+        for layer in decoder.layers:
+            assert isinstance(layer, DecoderLayer)
+            x_TE, normed_TE = norm(x_TE, delta_TE, layer.attn_norm, eps)
+            heads_TX = _product(normed_TE, layer.qkv)
+            out_THD = attend.attend_fused(layer, heads_TX.view(len(tokens_T), -1, decoder.spec.head_dim))
+            x_TE, normed_TE = norm(x_TE, _product(out_THD.flatten(1), layer.o), layer.mlp_norm, eps)
+            delta_TE = _product(self._steps.silu_mul(_product(normed_TE, layer.gate_up)), layer.down)
+        return norm(x_TE, delta_TE, decoder.norm, eps)[1]
+
+
+def _product(x_TI: Tensor, by: nn.Linear) -> Tensor:
+    return weight_first.linear(x_TI, by.weight, by.bias).contiguous()

@@ -1,0 +1,219 @@
+// What a step of the engine does between its products, on a CPU. `steps.py` says for what, and calls it.
+//
+// Sums are float32, and results are rounded wherever eager torch rounds. Written with vectors of 16 numbers, which the compiler
+// cuts into those that the CPU has: rows are multiples of 16 long. Where rows are shared out among threads, each is computed by
+// one of them, from its own numbers alone.
+//
+// Macros: D, size of a head; BFLOAT16, 1 for bfloat16 and 0 for float32.
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define LANES 16
+#define ENOUGH 16384  // numbers that are worth another thread
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float vec8 __attribute__((vector_size(32)));
+typedef float vec4 __attribute__((vector_size(16)));
+
+#if BFLOAT16
+typedef uint16_t scalar;
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+static inline float one(const scalar* at) { union { uint32_t bits; float value; } x = {(uint32_t)*at << 16}; return x.value; }
+static inline vec load(const scalar* at) { return (vec)(__builtin_convertvector(*(const hvec*)at, uvec) << 16); }
+static inline uvec rounded_bits(vec x) {
+    uvec bits = (uvec)x;
+    uvec up = bits + 0x7fff + ((bits >> 16) & 1);
+    uvec is_nan = (uvec)(x != x);
+    return ((up & ~is_nan) | (is_nan & 0x7fc00000u)) >> 16;
+}
+static inline void store(scalar* to, vec x) { *(hvec*)to = __builtin_convertvector(rounded_bits(x), hvec); }
+static inline vec rounded(vec x) { return (vec)(rounded_bits(x) << 16); }
+#else
+typedef float scalar;
+static inline float one(const scalar* at) { return *at; }
+static inline vec load(const scalar* at) { return *(const vec*)at; }
+static inline void store(scalar* to, vec x) { *(vec*)to = x; }
+static inline vec rounded(vec x) { return x; }
+#endif
+
+static inline vec all(float x) { return x - (vec){}; }
+static inline float sum_of(vec v) {
+    vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+static inline vec choose(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
+
+// e to the x, for x of at most 88; 0 for what float32 has no number for.
+static inline vec exponential(vec x) {
+    vec scaled = x * 1.44269504088896341f;
+    scaled = choose(scaled < -126.f, all(-126.f), scaled);
+    scaled = choose(scaled > 127.f, all(127.f), scaled);
+    ivec whole = __builtin_convertvector(scaled + choose(scaled < 0.f, all(-0.5f), all(0.5f)), ivec);
+    vec t = (scaled - __builtin_convertvector(whole, vec)) * 0.693147180559945309f;
+    vec y = t * (1.f / 5040) + 1.f / 720;
+    y = y * t + 1.f / 120;
+    y = y * t + 1.f / 24;
+    y = y * t + 1.f / 6;
+    y = y * t + 0.5f;
+    y = y * t + 1.f;
+    y = y * t + 1.f;
+    vec power = (vec)((whole + 127) << 23);
+    vec result = y * power;
+    return choose(x < -87.f, (vec){}, result);
+}
+
+// `delta` may be null; then `sum` is not written.
+void add_rms_norm(
+    const scalar* x, const scalar* delta, const scalar* weight, scalar* sum, scalar* normed, long T, long E, float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (T * E > ENOUGH)
+    for (long row = 0; row < T; row++) {
+        const scalar* from = x + row * E;
+        vec squares = {};
+        if (delta) {
+            for (long e = 0; e < E; e += LANES) {
+                vec v = rounded(load(from + e) + load(delta + row * E + e));
+                store(sum + row * E + e, v);
+                squares += v * v;
+            }
+            from = sum + row * E;
+        } else
+            for (long e = 0; e < E; e += LANES) squares += load(from + e) * load(from + e);
+        float scale = 1.f / sqrtf(sum_of(squares) / E + eps);
+        for (long e = 0; e < E; e += LANES) store(normed + row * E + e, load(from + e) * scale * load(weight + e));
+    }
+}
+
+void silu_mul(const scalar* gate_up, scalar* out, long T, long I, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (T * I > ENOUGH)
+    for (long row = 0; row < T; row++)
+        for (long i = 0; i < I; i += LANES) {
+            vec gate = load(gate_up + row * 2 * I + i), up = load(gate_up + row * 2 * I + I + i);
+            vec active = choose(gate < -88.f, gate * 0.f, gate / (1.f + exponential(-gate)));
+            store(out + row * I + i, rounded(active) * up);
+        }
+}
+
+// A head after norm and rotation.
+static inline void rotated(float* to, const scalar* head, const scalar* norm, const scalar* cosines, const scalar* sines, float eps) {
+    float wide[D];
+    vec squares = {};
+    for (int d = 0; d < D; d += LANES) {
+        vec v = load(head + d);
+        squares += v * v;
+        *(vec*)(wide + d) = v;
+    }
+    if (norm) {
+        float scale = 1.f / sqrtf(sum_of(squares) / D + eps);
+        for (int d = 0; d < D; d += LANES) *(vec*)(wide + d) = rounded(*(vec*)(wide + d) * scale * load(norm + d));
+    }
+    for (int d = 0; d < D / 2; d += LANES) {
+        vec first = *(vec*)(wide + d), second = *(vec*)(wide + D / 2 + d), c = load(cosines + d), s = load(sines + d);
+        *(vec*)(to + d) = rounded(rounded(first * c) - rounded(second * s));
+        *(vec*)(to + D / 2 + d) = rounded(rounded(second * c) + rounded(first * s));
+    }
+}
+
+#define TILE 64
+#define PARTS (D / LANES)
+#define MOST_GROUPED 16
+
+struct Paged {
+    scalar *keys, *values;  // [blocks, block, K, D]
+    const int64_t* table;   // of one line
+    long block, K;
+};
+
+static inline int64_t place(const struct Paged* cache, int64_t token, long k) {
+    return ((cache->table[token / cache->block] * cache->block + token % cache->block) * cache->K + k) * D;
+}
+
+// Attention of the G query heads of a key/value head to the first `count` tokens of a line.
+static void attend_head(const float (*query)[D], int G, const struct Paged* cache, long k, int64_t count, scalar* out) {
+    float score[MOST_GROUPED][TILE], peak[MOST_GROUPED], total[MOST_GROUPED];
+    vec sum[MOST_GROUPED][PARTS];
+    for (int g = 0; g < G; g++) {
+        peak[g] = -INFINITY, total[g] = 0;
+        for (int p = 0; p < PARTS; p++) sum[g][p] = (vec){};
+    }
+    for (int64_t begin = 0; begin < count; begin += TILE) {
+        const int tokens = count - begin < TILE ? count - begin : TILE;
+        for (int j = 0; j < tokens; j++) {
+            const scalar* key = cache->keys + place(cache, begin + j, k);
+            vec part[PARTS];
+            for (int p = 0; p < PARTS; p++) part[p] = load(key + p * LANES);
+            for (int g = 0; g < G; g++) {
+                vec dot = part[0] * *(const vec*)query[g];
+                for (int p = 1; p < PARTS; p++) dot += part[p] * *(const vec*)(query[g] + p * LANES);
+                score[g][j] = sum_of(dot);
+            }
+        }
+        for (int g = 0; g < G; g++) {
+            float most = peak[g];
+            for (int j = 0; j < tokens; j++) most = score[g][j] > most ? score[g][j] : most;
+            for (int j = tokens; j < TILE; j++) score[g][j] = -INFINITY;
+            const float fade = expf(peak[g] - most);
+            vec weights = {};
+            peak[g] = most;
+            for (int j = 0; j < TILE; j += LANES) {
+                vec weight = exponential(*(vec*)(score[g] + j) - most);
+                *(vec*)(score[g] + j) = weight;
+                weights += weight;
+            }
+            total[g] = total[g] * fade + sum_of(weights);
+            for (int p = 0; p < PARTS; p++) sum[g][p] *= fade;
+        }
+        for (int j = 0; j < tokens; j++) {
+            const scalar* value = cache->values + place(cache, begin + j, k);
+            vec part[PARTS];
+            for (int p = 0; p < PARTS; p++) part[p] = load(value + p * LANES);
+            for (int g = 0; g < G; g++)
+                for (int p = 0; p < PARTS; p++) sum[g][p] += score[g][j] * part[p];
+        }
+    }
+    for (int g = 0; g < G; g++)
+        for (int p = 0; p < PARTS; p++) store(out + g * D + p * LANES, sum[g][p] / total[g]);
+}
+
+// Of each token: norm and rotation of its heads, [H + 2 K, D]; its key and value to the cache; then attention to all of its line
+// up to itself. Tokens that follow on each other in one line see each other: all are written before any is read.
+void attend(
+    const scalar* heads, scalar* keys, scalar* values, const scalar* q_norm, const scalar* k_norm, const scalar* rotary,
+    const int64_t* positions, const int64_t* lines, const int64_t* tables, scalar* out, long T, long H, long K, long block,
+    long table_stride, long num_positions, float eps, float scale, int threads) {
+    const int G = H / K;
+    int64_t work = 0;
+    for (long t = 0; t < T; t++) work += (positions[t] + 1) * K * D;
+#pragma omp parallel num_threads(threads) if (work > ENOUGH)
+    {
+#pragma omp for collapse(2) schedule(static)
+        for (long t = 0; t < T; t++)
+            for (long k = 0; k < K; k++) {
+                const struct Paged cache = {keys, values, tables + lines[t] * table_stride, block, K};
+                const scalar *own = heads + t * (H + 2 * K) * D, *cosines = rotary + positions[t] * (D / 2);
+                const int64_t slot = place(&cache, positions[t], k);
+                float key[D];
+                rotated(key, own + (H + k) * D, k_norm, cosines, cosines + num_positions * (D / 2), eps);
+                for (int d = 0; d < D; d += LANES) {
+                    store(keys + slot + d, *(vec*)(key + d));
+                    store(values + slot + d, load(own + (H + K + k) * D + d));
+                }
+            }
+#pragma omp for collapse(2) schedule(dynamic, 4)
+        for (long t = 0; t < T; t++)
+            for (long k = 0; k < K; k++) {
+                const struct Paged cache = {keys, values, tables + lines[t] * table_stride, block, K};
+                const scalar *own = heads + t * (H + 2 * K) * D, *cosines = rotary + positions[t] * (D / 2);
+                float query[MOST_GROUPED][D];
+                for (int g = 0; g < G; g++) {
+                    rotated(query[g], own + (k * G + g) * D, q_norm, cosines, cosines + num_positions * (D / 2), eps);
+                    for (int d = 0; d < D; d += LANES) *(vec*)(query[g] + d) *= scale;
+                }
+                attend_head(query, G, &cache, k, positions[t] + 1, out + (t * H + k * G) * D);
+            }
+    }
+}

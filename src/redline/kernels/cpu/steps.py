@@ -1,0 +1,87 @@
+"""What a step of the engine does between its products, on a CPU, in one pass over memory each: `steps.c`.
+
+torch does each of these in several, and gathers keys and values before it attends to them. They round where eager torch rounds,
+have no gradient, and give a row the same bits in any company.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu.compiled import library
+
+SOURCE = Path(__file__).with_suffix(".c")
+LANES = 16
+"""Numbers of a vector, which rows are multiples of."""
+MOST_GROUPED = 16
+"""Query heads of a key/value head. Both are `steps.c`'s."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+@cache
+def steps_for(dtype: torch.dtype, head_dim: int, grouped: int) -> Steps | None:
+    """The functions for such heads; None where there are none here. Compiles them, where it is asked for the first time."""
+    if dtype not in DTYPES or head_dim % (2 * LANES) or grouped > MOST_GROUPED:
+        return None
+    compiled = library(SOURCE, f"-DD={head_dim}", f"-DBFLOAT16={DTYPES[dtype]}")
+    return None if compiled is None else Steps(compiled)
+
+
+class Steps:
+    """All tensors are contiguous, of one dtype, and rows multiples of `LANES` long."""
+
+    def __init__(self, compiled: object) -> None:
+        self._compiled = compiled
+        pointers, sizes = [c_void_p] * 5, [c_long] * 2
+        compiled.add_rms_norm.argtypes = [*pointers, *sizes, c_float, c_int]  # type: ignore[attr-defined]
+        compiled.silu_mul.argtypes = [c_void_p, c_void_p, *sizes, c_int]  # type: ignore[attr-defined]
+        compiled.attend.argtypes = [*[c_void_p] * 10, *[c_long] * 6, c_float, c_float, c_int]  # type: ignore[attr-defined]
+
+    def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The residual stream after `delta`, and its RMS norm. Without a delta the stream is returned as it came."""
+        sum_TE, normed_TE = x_TE if delta_TE is None else torch.empty_like(x_TE), torch.empty_like(x_TE)
+        pointers = _pointers(x_TE, delta_TE, weight_E, sum_TE, normed_TE)
+        self._compiled.add_rms_norm(*pointers, *x_TE.shape, eps, torch.get_num_threads())  # type: ignore[attr-defined]
+        return sum_TE, normed_TE
+
+    def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
+        """silu(gate) · up, [T, I], from the two side by side, [T, 2 · I]."""
+        T, both = gate_up_TI.shape
+        out_TI = gate_up_TI.new_empty(T, both // 2)
+        self._compiled.silu_mul(*_pointers(gate_up_TI, out_TI), T, both // 2, torch.get_num_threads())  # type: ignore[attr-defined]
+        return out_TI
+
+    def attend(
+        self,
+        heads_TND: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions_T: Tensor,
+        lines_T: Tensor,
+        tables_LN: Tensor,
+        rotary: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        norm_eps: float,
+    ) -> Tensor:
+        """[T, H, D]: attention of each token to itself and all before it in its line, from the fused projection on.
+
+        `keys` and `values` are one layer's cache [blocks, block size, K, D], and the tokens' are written there; `tables_LN`
+        int64, the blocks of a line; `rotary` cos and sin [2, positions, D / 2]. A position is never negative."""
+        (T, N, D), (_, block, K, _) = heads_TND.shape, keys.shape
+        out_THD = heads_TND.new_empty(T, N - 2 * K, D)
+        pointers = _pointers(
+            heads_TND, keys, values, *(norms or (None, None)), rotary, positions_T, lines_T, tables_LN, out_THD
+        )
+        sizes = (T, N - 2 * K, K, block, tables_LN.shape[1], rotary.shape[1])
+        self._compiled.attend(*pointers, *sizes, norm_eps, D**-0.5, torch.get_num_threads())  # type: ignore[attr-defined]
+        return out_THD
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -1,0 +1,93 @@
+"""The engine with C between its products, beside the one without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.small_models import VOCAB_SIZE, llama, write_model
+
+from redline.config.sections.engine import EngineConfig
+from redline.engine import NativeEngine
+from redline.engine.native.running import cpu
+from redline.engine.native.running.cpu import CpuRunner
+from redline.models.files.hf import load_decoder
+from redline.types import Completion, GenerateRequest, SamplingParams
+
+SHAPE = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 160}
+
+
+def engine_of(folder: Path, dtype: torch.dtype = torch.float32, **settings: object) -> NativeEngine:
+    config = EngineConfig(max_num_seqs=16, kv_cache_memory_bytes=2**22, **settings)  # type: ignore[arg-type]
+    return NativeEngine(load_decoder(folder, "cpu", dtype), config)
+
+
+def requests(temperature: float = 1.0) -> list[GenerateRequest]:
+    drawn = np.random.default_rng(0)
+    return [
+        GenerateRequest(
+            drawn.integers(2, VOCAB_SIZE, int(drawn.integers(1, 60))).astype(np.int32),
+            SamplingParams(
+                max_tokens=int(drawn.integers(5, 90)), n=int(drawn.integers(1, 4)), seed=number, temperature=temperature
+            ),
+        )
+        for number in range(12)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path, llama(**SHAPE), seed=5, std=0.15)
+    if not isinstance(engine_of(tmp_path)._runner, CpuRunner):
+        pytest.skip("no compiler here, or torch computes with other threads")
+    return tmp_path
+
+
+def generated(engine: NativeEngine, asked: list[GenerateRequest]) -> list[Completion]:
+    return [completion for group in engine.generate(asked) for completion in group]
+
+
+@pytest.mark.parametrize("speculation", ["off", "always"])
+def test_samples_and_logprobs_are_those_of_torch(folder: Path, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = generated(engine_of(folder, speculation=speculation), requests())
+    monkeypatch.setattr(cpu, "steps_for", lambda *_: None)
+    plain = engine_of(folder)
+    assert not isinstance(plain._runner, CpuRunner)
+    expected = generated(plain, requests())
+    same = [(a, b) for a, b in zip(found, expected, strict=True) if a.token_ids.tolist() == b.token_ids.tolist()]
+    assert len(same) >= len(expected) - 1, "a draw may fall within float32's rounding of a border"
+    for a, b in same:
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+
+
+def test_bfloat16_is_scored_as_by_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [replace(request, sampling=replace(request.sampling, n=1, max_tokens=1)) for request in requests()]
+    found = generated(
+        engine_of(folder, torch.bfloat16), [replace(r, sampling=replace(r.sampling, max_tokens=20)) for r in asked]
+    )
+    monkeypatch.setattr(cpu, "steps_for", lambda *_: None)
+    plain = engine_of(folder, torch.bfloat16)
+    off = []
+    for request, completion in zip(asked, found, strict=True):
+        whole = np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int32)
+        scored = replace(request, prompt_ids=whole, sampling=replace(request.sampling, prompt_logprobs=True))
+        [[again]] = plain.generate([scored])
+        assert again.prompt_logprobs is not None
+        off.append(np.abs(completion.logprobs - np.asarray(again.prompt_logprobs)[len(request.prompt_ids) :]).mean())
+    assert np.mean(off) < 0.05
+
+
+def test_steps_that_need_more_go_through_the_network_over_the_same_attention(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those with adapters."""
+    engine = engine_of(folder)
+    runner = engine._runner
+    assert isinstance(runner, CpuRunner)
+    monkeypatch.setattr(runner, "_is_plain", False)
+    expected = [c.token_ids.tolist() for c in generated(engine_of(folder), requests())]
+    found = [c.token_ids.tolist() for c in generated(engine, requests())]
+    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(expected) - 1
