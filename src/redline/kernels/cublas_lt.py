@@ -84,10 +84,10 @@ class Product:
         for destroy, made in self._made:
             destroy(made)
 
-    def algorithms(self) -> list[Any]:
-        """Those that need no memory of their own, by what cuBLASLt expects of them."""
+    def algorithms(self, workspace: int = 0) -> list[Any]:
+        """Those that need no more bytes of their own than these, by what cuBLASLt expects of them."""
         preference = self._make("MatmulPreference")
-        self._set("MatmulPreference", preference, _MAX_WORKSPACE, c_uint64(0))
+        self._set("MatmulPreference", preference, _MAX_WORKSPACE, c_uint64(workspace))
         for attribute in _MIN_ALIGNMENTS:
             self._set("MatmulPreference", preference, attribute, ctypes.c_uint32(ALIGNMENT))
         found, number = (_Found * MOST_ALGORITHMS)(), c_int()
@@ -99,13 +99,17 @@ class Product:
             return []
         return [_Algorithm(*one.algorithm) for one in found[: number.value] if one.status == _SUCCESS]
 
-    def run(self, algorithm: Any, left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> bool:
-        """Into `out`, or to what it holds; False, and nothing done, where an algorithm found for other shapes cannot."""
+    def run(
+        self, algorithm: Any, left: Tensor, right: Tensor, out: Tensor, *, add: bool = False, workspace: Tensor | None = None
+    ) -> bool:
+        """Into `out`, or to what it holds; False, and nothing done, where an algorithm found for other shapes cannot. Products
+        that share a workspace run one after the other."""
         pointer = out.data_ptr()
+        room = (None, 0) if workspace is None else (workspace.data_ptr(), workspace.nbytes)
         status: int = self._library.cublasLtMatmul(
             self._handle, self._description, _ONE, right.data_ptr(), self._right, left.data_ptr(), self._left,
             _ONE if add else _ZERO, pointer, self._out, pointer, self._out,
-            algorithm, None, 0, torch._C._cuda_getCurrentRawStream(out.get_device()),
+            algorithm, *room, torch._C._cuda_getCurrentRawStream(out.get_device()),
         )  # fmt: skip
         return status == _SUCCESS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Mapping
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from triton.runtime.cache import get_cache_manager
 
 _SUCCESS = 0
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class CompileError(RuntimeError):
@@ -63,8 +64,27 @@ def _text(program: c_void_p, what: str) -> bytes:
     return text.raw
 
 
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute`, of whose values only whole numbers are used here."""
+
+    _fields_ = [("id", c_uint), ("unused", c_uint), ("value", c_int), ("rest", c_int * 15)]
+
+
+class _Launch(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = [
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("num_attributes", c_uint),
+    ]
+
+
 class Kernel:
-    """One function of a cubin, whose blocks are all on the device at once: they may wait for each other."""
+    """One function of a cubin."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
         torch.cuda.current_stream()  # a context
@@ -74,8 +94,19 @@ class Kernel:
         self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_MEMORY, shared_bytes))
         self._shared_bytes = shared_bytes
 
+    def launch_grid(
+        self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, device: int, *, early: bool = False
+    ) -> None:
+        """On the current stream; can be captured in a CUDA graph. With `early` it begins before the launch in front of it has
+        ended, for which its code waits where it has to."""
+        attribute = _Attribute(_BEGINS_EARLY, 0, 1)
+        stream, size = torch._C._cuda_getCurrentRawStream(device), self._shared_bytes
+        launch = _Launch((*grid, 1), (threads, 1, 1), size, stream, ctypes.pointer(attribute), int(early))
+        parameters = (c_void_p * 1)(ctypes.addressof(arguments))
+        self._check(self._driver.cuLaunchKernelEx(byref(launch), self._function, parameters, None))
+
     def launch(self, blocks: int, threads: int, arguments: ctypes.Structure, device: int) -> None:
-        """On the current stream; can be captured in a CUDA graph."""
+        """Blocks that are all on the device at once: they may wait for each other. Otherwise the same."""
         parameters = (c_void_p * 1)(ctypes.addressof(arguments))
         stream = c_void_p(torch._C._cuda_getCurrentRawStream(device))
         size = self._shared_bytes
@@ -93,7 +124,8 @@ class Kernel:
 @cache
 def _driver() -> Any:
     library = ctypes.CDLL("libcuda.so.1")
-    library.cuLaunchCooperativeKernel.argtypes = [c_void_p, *[ctypes.c_uint] * 7, c_void_p, POINTER(c_void_p)]
+    library.cuLaunchCooperativeKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p)]
+    library.cuLaunchKernelEx.argtypes = [POINTER(_Launch), c_void_p, POINTER(c_void_p), c_void_p]
     library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
     return library
 

@@ -29,11 +29,12 @@ def test_what_is_served_says_so_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("shape", [HALF_BILLION, SMALL, NORMED])
 @pytest.mark.parametrize("halves", [1, 2])
-def test_the_ring_takes_what_shared_memory_has(shape: Shape, halves: int) -> None:
-    stages = macros(shape, halves, blocks=132)["STAGES"]
+@pytest.mark.parametrize("has_ahead", [False, True])
+def test_the_ring_takes_what_shared_memory_has(shape: Shape, halves: int, has_ahead: bool) -> None:
+    stages = macros(shape, halves, 132, has_ahead)["STAGES"]
     assert stages >= 8
-    assert shared_bytes(shape, halves, stages) <= one_launch.SHARED_MEMORY
-    assert stages == one_launch.MOST_STAGES or shared_bytes(shape, halves, stages + 1) > one_launch.SHARED_MEMORY
+    assert shared_bytes(shape, halves, stages, has_ahead) <= one_launch.SHARED_MEMORY
+    assert stages == one_launch.MOST_STAGES or shared_bytes(shape, halves, stages + 1, has_ahead) > one_launch.SHARED_MEMORY
 
 
 class Network:
@@ -136,6 +137,34 @@ def test_keys_and_values_are_those_that_the_next_step_wants(network: Network) ->
         got = network.step.logits(tokens, positions, lines, network.table).float()
         assert (got - expected).abs().max() < 0.05 * expected.std()
         tokens, positions = (tokens + 7) % network.shape.vocab, positions + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [(2,), (8,), (16,), (1, 5, 2), (3, 4, 1, 8)], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 20, 31, 57, 300, 1400])
+def test_tokens_of_one_line_that_go_in_together_are_those_that_go_in_one_by_one(
+    network: Network, counts: tuple[int, ...], first: int
+) -> None:
+    """A token attends to those in front of it, which the cache does not have yet: what lies in their places is not read."""
+    lines = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).int().cuda()
+    ahead = torch.cat([torch.arange(count) for count in counts]).cuda()
+    positions = first + 13 * lines.long() + ahead
+    tokens = torch.randint(0, network.shape.vocab, (len(lines),), device="cuda")
+    for layer in network.layers:
+        for blocks in (layer.keys, layer.values):
+            for line, position in zip(lines.tolist(), positions.tolist(), strict=True):
+                blocks[network.table[line, position // network.shape.page], :, position % network.shape.page] = torch.nan
+    together = network.step.logits(tokens, positions, lines, network.table, ahead).clone()
+    written = [(layer.keys.clone(), layer.values.clone()) for layer in network.layers]
+    one_by_one = torch.empty_like(together)
+    for turn in range(max(counts)):
+        now = ahead == turn
+        one_by_one[now] = network.step.logits(tokens[now], positions[now], lines[now], network.table)
+    atol = 0.05 * float(one_by_one.float().std())
+    torch.testing.assert_close(together.float(), one_by_one.float(), atol=atol, rtol=0.0)
+    for layer, before in zip(network.layers, written, strict=True):
+        for blocks, was in zip((layer.keys, layer.values), before, strict=True):
+            torch.testing.assert_close(blocks.float(), was.float(), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.gpu

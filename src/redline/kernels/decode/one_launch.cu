@@ -15,7 +15,7 @@
 // shared memory, in the order of the warps. So a result depends on nothing but its row.
 //
 // Sizes come as macros: E hidden, H heads, KV key/value heads, D of a head, INNER, VOCAB, PAGE, HALVES (of 8 rows: 1 or 2),
-// STAGES, HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of the launch).
+// STAGES, HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of the launch), AHEAD (1: several rows may be tokens of one line, 0: none are).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -46,7 +46,7 @@ struct Layer {
 struct Arguments {
     const Layer* layers;
     const u16 *embed, *norm, *head, *rotary;
-    const long long *tokens, *positions;
+    const long long *tokens, *positions, *ahead;  // `ahead` is null without AHEAD
     const int *lines, *table;
     u16 *sets, *logits;
     float* parts;  // [2][rows][KV][MOST_PARTS][PART]
@@ -57,6 +57,7 @@ struct Arguments {
 // A share of the attention: a row's key/value head, and a part of the row's context.
 struct Unit {
     int row, kv_head, part, parts, position, begin, end, line;  // begin and end in tiles of 32 tokens
+    int ahead;  // tokens in front of it that go in with it: the rows in front of it
 };
 
 struct Shared {
@@ -65,7 +66,7 @@ struct Shared {
     float squares[WARPS][16];
     float peaks[WARPS][8], totals[WARPS][8];
     const u16* embedded[ROWS];
-    uint4 angles[D / 8];  // cos and sin of the unit's position
+    uint4 angles[AHEAD ? 8 * HALVES : 1][D / 8];  // cos and sin of the unit's position, and of those ahead of it
     Unit unit;
     int pages[WARPS][WARP_TILES][2];  // of its first tiles, by halves
 };
@@ -96,12 +97,13 @@ __device__ __forceinline__ uint4 fresh16(const void* from) {
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
     return v;
 }
-// Again, where a word is missing.
-__device__ __forceinline__ void refresh16(uint4& v, const void* from) {
+__device__ __forceinline__ void fresh16_if(bool wanted, uint4& v, const void* from) {
     asm volatile(
-        "{\n.reg .pred missing;\nsetp.ne.u32 missing, %5, 0;\n@missing ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
-        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(from), "r"((u32)absent(v)) : "memory");
+        "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(from), "r"((u32)wanted) : "memory");
 }
+// Again, where a word is missing.
+__device__ __forceinline__ void refresh16(uint4& v, const void* from) { fresh16_if(absent(v), v, from); }
 __device__ __forceinline__ u32 fresh4(const void* from) {
     u32 v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
@@ -421,6 +423,7 @@ __device__ __forceinline__ Unit unit_of(const Arguments& a, int index) {
     u.row = index / a.most_parts / KV;
     u.position = (int)__ldg(a.positions + u.row);
     u.line = __ldg(a.lines + u.row);
+    u.ahead = AHEAD ? (int)__ldg(a.ahead + u.row) : 0;
     int tiles = u.position < 0 ? 0 : u.position / 32 + 1;
     int wanted = (tiles + WARP_TILES * WARPS - 1) / (WARP_TILES * WARPS);
     u.parts = wanted < 1 ? 1 : wanted < a.most_parts ? wanted : a.most_parts;
@@ -428,6 +431,9 @@ __device__ __forceinline__ Unit unit_of(const Arguments& a, int index) {
     u.end = u.part < u.parts ? tiles * (u.part + 1) / u.parts : u.begin;
     return u;
 }
+
+// The first of the unit's tokens that are not in the cache yet.
+__device__ __forceinline__ int first_new(const Unit& u) { return AHEAD ? u.position - u.ahead : u.position; }
 
 __device__ __forceinline__ int page_of(const Arguments& a, const Unit& u, int token) {
     return token <= u.position ? __ldg(a.table + (u64)u.line * a.table_stride + token / PAGE) : 0;
@@ -444,7 +450,10 @@ __device__ __forceinline__ void prepare(Shared& shared, const Arguments& a, int 
     if (threadIdx.x == 0) shared.unit = u;
     if (threadIdx.x < D / 8 && u.position >= 0) {
         int half = threadIdx.x / (D / 16), column = threadIdx.x % (D / 16) * 8;
-        shared.angles[threadIdx.x] = __ldg((const uint4*)(a.rotary + ((u64)half * a.num_positions + u.position) * (D / 2) + column));
+#pragma unroll 1
+        for (int back = 0; back <= (AHEAD ? u.ahead : 0); back++)
+            shared.angles[back][threadIdx.x] =
+                __ldg((const uint4*)(a.rotary + ((u64)half * a.num_positions + u.position - back) * (D / 2) + column));
     }
     if (lane < 2 * WARP_TILES) {
         int tile = u.begin + warp + lane / 2 * WARPS;
@@ -460,7 +469,7 @@ __device__ __forceinline__ void prefetch(Shared& shared, const Layer& layer) {
 #pragma unroll
     for (int i = 0; i < WARP_TILES; i++) {
         int token = (u.begin + warp + i * WARPS) * 32 + lane;
-        if (token < u.position && u.begin + warp + i * WARPS < u.end) {
+        if (token < first_new(u) && u.begin + warp + i * WARPS < u.end) {
             u64 at = place(u, shared.pages[warp][i][lane / 16], token);
 #pragma unroll
             for (int line = 0; line < D; line += 64) {
@@ -485,7 +494,7 @@ __device__ __forceinline__ void read_cached(Cached& c, const Layer& layer, const
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int token = 2 * t + i % 2 + 8 * (i / 2);
-            bool inside = tile * 32 + 16 * k + token < u.position;
+            bool inside = tile * 32 + 16 * k + token < first_new(u);
 #pragma unroll
             for (int p = 0; p < D / 64; p++) {
                 // What lies beyond the end was never written; zeros keep a NaN there out of the products.
@@ -496,7 +505,7 @@ __device__ __forceinline__ void read_cached(Cached& c, const Layer& layer, const
 }
 
 // A head's columns 32 b + 8 t of every b, after norm and rotation, rounded wherever eager torch rounds.
-__device__ __forceinline__ void rotated(uint4 (&v)[D_BLOCKS], const Shared& shared, const Arguments& a, const u16* norm) {
+__device__ __forceinline__ void rotated(uint4 (&v)[D_BLOCKS], const uint4 (&angles)[D / 8], const Arguments& a, const u16* norm) {
     const int t = threadIdx.x % 4;
 #if HEAD_NORMS
     float sum = 0;
@@ -511,7 +520,7 @@ __device__ __forceinline__ void rotated(uint4 (&v)[D_BLOCKS], const Shared& shar
 #endif
 #pragma unroll
     for (int b = 0; b < D_BLOCKS / 2; b++) {
-        uint4 cos = shared.angles[4 * b + t], sin = shared.angles[D / 16 + 4 * b + t];
+        uint4 cos = angles[4 * b + t], sin = angles[D / 16 + 4 * b + t];
         u32* first = (u32*)&v[b];
         u32* second = (u32*)&v[b + D_BLOCKS / 2];
         const u32 *c = (const u32*)&cos, *s = (const u32*)&sin;
@@ -523,6 +532,63 @@ __device__ __forceinline__ void rotated(uint4 (&v)[D_BLOCKS], const Shared& shar
             first[i] = packed(low(x_cos) + low(y_sin), high(x_cos) + high(y_sin));
             second[i] = packed(low(y_cos) + low(x_sin), high(y_cos) + high(x_sin));
         }
+    }
+}
+
+// Keys and values of the tokens of a tile that go in ahead of the unit's own. They are on their way to the cache: here they are
+// taken from where the products of this step put them.
+__device__ __forceinline__ void take_ahead(
+    Cached& c, const Shared& shared, const Arguments& a, const Layer& layer, const Unit& u, int tile, const u16* heads) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, width = (H + 2 * KV) * D;
+    const u16* key_at = heads + (u64)u.row * width + (H + u.kv_head) * D + 8 * t;
+    const u16* value_at = heads + (u64)u.row * width + (H + KV + u.kv_head) * D + g * (D / 8);
+    // How far in front of the unit's token one of the tile is; 0 for all that is not ahead of it in this step.
+    auto back_of = [&](int token) {
+        int back = u.position - tile * 32 - token;
+        return back > 0 && back <= u.ahead ? back : 0;
+    };
+    for (u32 turns = 0;; turns++) {
+        bool missing = false;
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            int back = back_of(8 * n + g);
+#pragma unroll
+            for (int b = 0; b < D_BLOCKS; b++)
+                fresh16_if(back && (!turns || absent(c.keys[n][b])), c.keys[n][b], key_at - back * width + 32 * b);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int back = back_of(16 * k + 2 * t + i % 2 + 8 * (i / 2));
+#pragma unroll
+                for (int p = 0; p < D / 64; p++)
+                    fresh16_if(back && (!turns || absent(c.values[k][i][p])), c.values[k][i][p], value_at - back * width + 8 * p);
+            }
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+            for (int b = 0; b < D_BLOCKS; b++) missing |= back_of(8 * n + g) && absent(c.keys[n][b]);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int p = 0; p < D / 64; p++)
+                    missing |= back_of(16 * k + 2 * t + i % 2 + 8 * (i / 2)) && absent(c.values[k][i][p]);
+        if (!__any_sync(~0u, missing)) break;
+        if (turns == MOST_TURNS) __trap();
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const int back = back_of(8 * n + g);
+        uint4 key[D_BLOCKS];
+#pragma unroll
+        for (int b = 0; b < D_BLOCKS; b++) key[b] = c.keys[n][b];
+        rotated(key, shared.angles[back], a, layer.k_norm);  // by all of the warp, who exchange sums for it
+#pragma unroll
+        for (int b = 0; b < D_BLOCKS; b++)
+            if (back) c.keys[n][b] = key[b];
     }
 }
 
@@ -558,9 +624,9 @@ __device__ __forceinline__ void attend(
                 if (!__any_sync(~0u, missing)) break;
                 if (turns == MOST_TURNS) __trap();
             }
-            rotated(query, shared, a, layer.q_norm);
+            rotated(query, shared.angles[0], a, layer.q_norm);
             if (has_new) {
-                rotated(key, shared, a, layer.k_norm);
+                rotated(key, shared.angles[0], a, layer.k_norm);
                 u64 slot = place(u, page_of(a, u, u.position), u.position);
 #pragma unroll
                 for (int b = 0; b < D_BLOCKS; b++)
@@ -570,6 +636,7 @@ __device__ __forceinline__ void attend(
                     if (t == 0) *(uint4*)(layer.values + slot + g * (D / 8) + 8 * p) = value[p];
             }
         }
+        if (AHEAD && u.ahead && tile * 32 + 31 >= first_new(u)) take_ahead(c, shared, a, layer, u, tile, heads);
         if (tile == last) {
             // The new token is in this tile.
             int token = u.position % 32;

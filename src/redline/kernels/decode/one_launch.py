@@ -79,8 +79,8 @@ class LayerTensors(NamedTuple):
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "embed", "norm", "head", "rotary", "tokens", "positions", "lines", "table")),
-        *((name, c_void_p) for name in ("sets", "logits", "parts")),
+        *((name, c_void_p) for name in ("layers", "embed", "norm", "head", "rotary", "tokens", "positions", "ahead")),
+        *((name, c_void_p) for name in ("lines", "table", "sets", "logits", "parts")),
         *((name, c_int) for name in ("rows", "table_stride", "num_positions", "most_parts")),
         *((name, c_float) for name in ("eps", "scale")),
     ]
@@ -130,7 +130,7 @@ class OneLaunch:
         self._shape, self._device = shape, device
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._kept = (layers, embed, norm, head, rotary)
-        pointers = [[0 if tensor is None else tensor.data_ptr() for tensor in layer] for layer in layers]
+        pointers = [[address(tensor) for tensor in layer] for layer in layers]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(device)
         heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         width = heads + shape.heads * shape.head_dim + shape.inner + 2 * shape.hidden
@@ -140,23 +140,26 @@ class OneLaunch:
         self._logits = torch.empty(MOST_ROWS, shape.vocab, dtype=embed.dtype, device=device)
         self._eps = eps
 
-    def logits(self, tokens_B: Tensor, positions_B: Tensor, lines_B: Tensor, table_RM: Tensor) -> Tensor:
+    def logits(
+        self, tokens_B: Tensor, positions_B: Tensor, lines_B: Tensor, table_RM: Tensor, ahead_B: Tensor | None = None
+    ) -> Tensor:
         """[B, V] of at most `MOST_ROWS` rows, until the next step. The tokens' keys and values are written to the cache.
 
-        `positions_B` is int64, -1 for a row that is not live; `lines_B` int32, each row's line of the block table."""
+        `positions_B` is int64, -1 for a row that is not live; `lines_B` int32, each row's line of the block table. Several rows
+        may be tokens of one line that follow on each other; `ahead_B`, int64, then says how many of them are in front."""
         B = len(tokens_B)
         assert B <= MOST_ROWS
         shape = self._shape
         _, embed, norm, head, rotary = self._kept
         halves = 1 if B <= MOST_ROWS // 2 else 2
-        kernel = _kernel(shape, halves, self._blocks, self._device.index or 0)
-        inputs = (self._layers, embed, norm, head, rotary, tokens_B, positions_B, lines_B, table_RM)
+        kernel = _kernel(shape, halves, self._blocks, self._device.index or 0, ahead_B is not None)
+        inputs = (self._layers, embed, norm, head, rotary, tokens_B, positions_B, ahead_B, lines_B, table_RM)
         parts = max(1, min(MOST_PARTS, self._blocks // (B * shape.kv_heads)))
         kernel.launch(
             self._blocks,
             32 * (WARPS + 1),
             _Arguments(
-                *(tensor.data_ptr() for tensor in (*inputs, self._sets, self._logits, self._parts)),
+                *(address(tensor) for tensor in (*inputs, self._sets, self._logits, self._parts)),
                 B, table_RM.stride(0), rotary.shape[1], parts, self._eps, shape.head_dim**-0.5 * math.log2(math.e),
             ),
             self._device.index or 0,
@@ -164,26 +167,31 @@ class OneLaunch:
         return self._logits[:B]
 
 
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 @cache
-def _kernel(shape: Shape, halves: int, blocks: int, device: int) -> nvrtc.Kernel:
+def _kernel(shape: Shape, halves: int, blocks: int, device: int, has_ahead: bool) -> nvrtc.Kernel:
     major, minor = torch.cuda.get_device_capability(device)
-    sizes = macros(shape, halves, blocks)
+    sizes = macros(shape, halves, blocks, has_ahead)
     with torch.cuda.device(device):
         cubin = nvrtc.compiled(SOURCE.read_text(), SOURCE.name, f"sm_{major}{minor}a", sizes)
-        return nvrtc.Kernel(cubin, "decode_step", shared_bytes(shape, halves, sizes["STAGES"]))
+        return nvrtc.Kernel(cubin, "decode_step", shared_bytes(shape, halves, sizes["STAGES"], has_ahead))
 
 
-def macros(shape: Shape, halves: int, blocks: int) -> dict[str, int]:
+def macros(shape: Shape, halves: int, blocks: int, has_ahead: bool = False) -> dict[str, int]:
     """What the source is compiled with: as many stages as shared memory has room for."""
-    stages = next(n for n in range(MOST_STAGES, 0, -1) if shared_bytes(shape, halves, n) <= SHARED_MEMORY)
+    stages = next(n for n in range(MOST_STAGES, 0, -1) if shared_bytes(shape, halves, n, has_ahead) <= SHARED_MEMORY)
     names = {"hidden": "E", "heads": "H", "kv_heads": "KV", "head_dim": "D", "vocab": "VOCAB"}
     sizes = {names.get(name, name.upper()): int(size) for name, size in asdict(shape).items()}
-    return sizes | {"HALVES": halves, "STAGES": stages, "BLOCKS": blocks}
+    return sizes | {"HALVES": halves, "STAGES": stages, "BLOCKS": blocks, "AHEAD": int(has_ahead)}
 
 
-def shared_bytes(shape: Shape, halves: int, stages: int) -> int:
+def shared_bytes(shape: Shape, halves: int, stages: int, has_ahead: bool = False) -> int:
     """The ring, what the blocks' threads share, and the warps' sums."""
     pointers = shape.layers * len(LayerTensors._fields) + MOST_ROWS
-    small = stages * 16 + pointers * 8 + WARPS * (16 + 16 + 2) * 4 + 2 * shape.head_dim + 8 * 4
+    angles, unit = (8 * halves if has_ahead else 1) * 2 * shape.head_dim, 9 * 4
+    small = stages * 16 + pointers * 8 + WARPS * (16 + 16 + 2) * 4 + angles + unit
     sums = WARPS * max(MOST_TILES * 8 * halves * 8, shape.grouped * shape.head_dim) * 4
     return stages * STAGE_BYTES + -(-(small + 16) // 128) * 128 + sums
