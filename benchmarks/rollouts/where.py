@@ -71,7 +71,7 @@ def main() -> None:
     for most, one in where.bins.items():
         if one.steps:
             rows, context = one.rows / one.steps, one.context / max(1, one.rows)
-            least_s = one.steps * step_seconds(cost, Load(round(rows), context, 1, 1, round(rows)), machine)
+            least_s = one.steps * step_seconds(cost, Load(round(rows), context - 1, 1, 2, round(rows)), machine)
             each = f"{one.steps:6} steps of {rows:6.1f} rows, {1e3 * one.seconds / one.steps:6.3f} ms each"
             print(
                 f"up to {most:4} rows {one.seconds:6.3f} s (bound {least_s:6.3f})  {each}, {one.launches} launches", flush=True

@@ -29,14 +29,14 @@ def library(source: Path, *macros: str) -> ctypes.CDLL | None:
     threads = _threads_of_torch()
     if compiler is None or threads is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="redline-") as folder:
-        compiled, linked = Path(folder) / "compiled.o", Path(folder) / "linked.so"
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="redline-") as folder:
+            compiled, linked = Path(folder) / "compiled.o", Path(folder) / "linked.so"
             _run(compiler, *FLAGS, *macros, "-c", str(source), "-o", str(compiled))
             _run(compiler, "-shared", str(compiled), str(threads), "-lm", "-o", str(linked))
             return ctypes.CDLL(str(linked))  # stays when the file is gone
-        except (OSError, subprocess.SubprocessError):
-            return None
+    except (OSError, subprocess.SubprocessError):  # a full disk, a folder that nothing may be run from, a compiler that refuses
+        return None
 
 
 def _run(*command: str) -> None:

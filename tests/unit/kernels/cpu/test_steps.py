@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 import pytest
@@ -147,6 +148,16 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 def test_where_there_is_no_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     assert compiled.library(SOURCE, "-DD=32", "-DBFLOAT16=0", "-DNOBODY") is None
+
+
+def test_where_nothing_can_be_written_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_of(torch.float32)
+    monkeypatch.setattr(compiled.tempfile, "mkdtemp", _refuse)
+    assert compiled.library(SOURCE, "-DD=32", "-DBFLOAT16=0", "-DFULL") is None
+
+
+def _refuse(*_: object, **__: object) -> str:
+    raise OSError(errno.ENOSPC, "no space left on device")
 
 
 def test_a_source_that_does_not_compile_is_none() -> None:
