@@ -155,6 +155,8 @@ class Driver:
         beat.cancel()
         with suppress(asyncio.CancelledError):
             loop.run_until_complete(beat)
+        if not asyncio.all_tasks(loop):  # an attempt that was left behind may still speak to it
+            loop.close()
 
     async def _beat(self) -> None:
         while True:

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from support.eventually import eventually
 
 from redline.environments.driver import Asked, Driver, Reply
 from redline.environments.speakers import AnsweringSpeaker, RandomSpeaker, ScriptedSpeaker
@@ -139,6 +140,20 @@ def test_a_reply_ends_where_the_environment_says() -> None:
     driver = Driver(Brief())
     assert [driver.play(TASK, ScriptedSpeaker([text]), 300.0).score for text in ("aabba", "aa")] == ["aab", "aa"]
     driver.close()
+
+
+def test_a_driver_that_is_closed_leaves_no_loop_open() -> None:
+    loops = []
+
+    class Here(Again):
+        async def play(self, task, policy):
+            loops.append(asyncio.get_running_loop())
+            return await super().play(task, policy)
+
+    driver = Driver(Here())
+    driver.play(TASK, AnsweringSpeaker(TASK), limit_s=300)
+    driver.close()
+    eventually(loops[0].is_closed, "it is open still")
 
 
 def test_many_attempts_are_under_way_at_once() -> None:

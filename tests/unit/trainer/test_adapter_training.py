@@ -319,6 +319,7 @@ def test_peft_loads_the_saved_adapter_and_gives_our_logits(family: str, lora: st
     save_adapter(tmp_path / "adapter", bench.decoder, bench.config, str(tmp_path / "model"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PEFT warns of tensors that it misses or does not know
+        warnings.simplefilter("ignore", ResourceWarning)  # of what is collected meanwhile
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
         loaded: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     torch.testing.assert_close(logits_of(loaded, tokens_T), forward(bench.decoder, tokens_T), atol=1e-4, rtol=1e-4)

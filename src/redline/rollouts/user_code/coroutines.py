@@ -37,12 +37,11 @@ class EventLoop:
 
     def leave_if_blocked(self) -> None:
         """Something in it does not return. Blocks for a second at most."""
-        with self._lock:
-            loop = self._loop
-        if loop is None:
-            return
         answered = threading.Event()
-        loop.call_soon_threadsafe(answered.set)
+        with self._lock:
+            if self._loop is None:
+                return
+            self._loop.call_soon_threadsafe(answered.set)
         if not answered.wait(ANSWERS_WITHIN_S):
             with self._lock:
                 self._loop = None
@@ -57,8 +56,15 @@ class EventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True).start()
+                threading.Thread(target=_run, args=(self._loop,), name="coroutines", daemon=True).start()
             return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Until it is stopped. Coroutines that have not ended then may still be cancelled, and keep it open."""
+    loop.run_forever()
+    if not asyncio.all_tasks(loop):
+        loop.close()
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.eventually import eventually
 
 from redline.errors import TaskError
 from redline.rollouts.user_code import limited_calls as calls_module
@@ -235,6 +236,17 @@ def test_what_can_be_awaited_is_and_all_of_it_in_one_loop(loop: EventLoop) -> No
     assert loop.result(doubled(4)) == 8
     assert loop.result(5) == 5
     assert loop.result(here()) is loop.result(here())
+
+
+def test_a_loop_that_has_nothing_left_to_do_is_closed_in_the_end(loop: EventLoop) -> None:
+    async def here() -> Any:
+        return asyncio.get_running_loop()
+
+    first = loop.result(here())
+    loop.close()
+    eventually(first.is_closed, "it is open still")
+    second = loop.result(here())
+    assert second is not first, "one that is used again begins anew"
 
 
 def test_coroutines_of_several_threads_wait_side_by_side(loop: EventLoop) -> None:
