@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from redline.kernels.available import kernels_serve
 from redline.models.attention.limits import Limits
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
-from redline.models.layers import weight_first
+from redline.models.layers import few_rows
 from redline.models.layers.activation import again_in_backward, silu_mul
 from redline.models.layers.experts import Experts
 from redline.models.layers.gradient_sums import embedding
@@ -240,7 +240,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""
-        return weight_first.linear(hidden_ME, self.output_weight).contiguous()
+        return few_rows.linear(hidden_ME, self.output_weight).contiguous()
 
 
 def _alone(x: Tensor) -> Tensor:

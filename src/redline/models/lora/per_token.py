@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.errors import EngineError, ModelError
-from redline.models.layers import weight_first
+from redline.models.layers import few_rows
 from redline.models.lora.peft import LoraAdapter
 from redline.models.spec import DecoderSpec, ModelShape
 
@@ -45,8 +45,8 @@ BARE = ActiveLora({}, torch.empty(0))
 def project(linear: nn.Linear, x_TI: Tensor, lora: ActiveLora | None) -> Tensor:
     """The linear layer, and what each token's adapter adds to it."""
     if lora is BARE:
-        return weight_first.linear(x_TI, linear.weight, linear.bias)
-    y_TO = weight_first.linear(x_TI, linear.weight, linear.bias) if type(linear) is nn.Linear else linear(x_TI)
+        return few_rows.linear(x_TI, linear.weight, linear.bias)
+    y_TO = few_rows.linear(x_TI, linear.weight, linear.bias) if type(linear) is nn.Linear else linear(x_TI)
     return y_TO if lora is None else lora.rooms[linear].add(x_TI, y_TO, lora.others_TC)
 
 

@@ -17,7 +17,7 @@ from redline.engine.native.running.runner import Runner
 from redline.kernels.cpu.steps import LANES, Steps, steps_for
 from redline.models.decoder import AnyAttend, Decoder, DecoderLayer
 from redline.models.files.hf import AnyDecoder
-from redline.models.layers import weight_first
+from redline.models.layers import few_rows
 from redline.models.layers.rope import rotary_table
 
 
@@ -74,4 +74,4 @@ class CpuRunner(Runner):
 
 
 def _product(x_TI: Tensor, by: nn.Linear) -> Tensor:
-    return weight_first.linear(x_TI, by.weight, by.bias).contiguous()
+    return few_rows.linear(x_TI, by.weight, by.bias).contiguous()
