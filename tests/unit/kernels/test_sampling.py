@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ if not ON_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
+from redline.engine.native.running import sampler  # noqa: E402
 from redline.engine.native.running.sampler import Sampled, SamplingRows, sample, uniform  # noqa: E402
 from redline.kernels.decode import sampling  # noqa: E402
 
@@ -30,6 +32,14 @@ ZERO, LAST_BELOW_ONE = 7046029254386353131, -761617829288982729
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "CHUNK", CHUNK)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def beside_torch() -> Iterator[None]:
+    """The sampler's own draws on a CPU are C."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "draws", lambda: None)
+        yield
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,19 +1,16 @@
 // What a step of the engine does between its products, on a CPU. `steps.py` says for what, and calls it.
 //
-// Sums are float32, and results are rounded wherever eager torch rounds. Written with vectors of 16 numbers, which the compiler
-// cuts into those that the CPU has: rows are multiples of 16 long. Where rows are shared out among threads, each is computed by
-// one of them, from its own numbers alone.
+// Sums are float32, and results are rounded wherever eager torch rounds. Rows are multiples of a vector long. Where they are shared
+// out among threads, each is computed by one of them, from its own numbers alone.
 //
 // Macros: D, size of a head; BFLOAT16, 1 for bfloat16 and 0 for float32.
 
 #include <math.h>
 #include <stddef.h>
-#include <stdint.h>
 
-#define LANES 16
+#include "vectors.h"
+
 #define ENOUGH 16384  // numbers that are worth another thread
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
@@ -39,32 +36,10 @@ static inline void store(scalar* to, vec x) { *(vec*)to = x; }
 static inline vec rounded(vec x) { return x; }
 #endif
 
-static inline vec all(float x) { return x - (vec){}; }
 static inline float sum_of(vec v) {
     vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
     vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
     return (b[0] + b[2]) + (b[1] + b[3]);
-}
-
-static inline vec choose(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
-
-// e to the x, for x of at most 88; 0 for what float32 has no number for.
-static inline vec exponential(vec x) {
-    vec scaled = x * 1.44269504088896341f;
-    scaled = choose(scaled < -126.f, all(-126.f), scaled);
-    scaled = choose(scaled > 127.f, all(127.f), scaled);
-    ivec whole = __builtin_convertvector(scaled + choose(scaled < 0.f, all(-0.5f), all(0.5f)), ivec);
-    vec t = (scaled - __builtin_convertvector(whole, vec)) * 0.693147180559945309f;
-    vec y = t * (1.f / 5040) + 1.f / 720;
-    y = y * t + 1.f / 120;
-    y = y * t + 1.f / 24;
-    y = y * t + 1.f / 6;
-    y = y * t + 0.5f;
-    y = y * t + 1.f;
-    y = y * t + 1.f;
-    vec power = (vec)((whole + 127) << 23);
-    vec result = y * power;
-    return choose(x < -87.f, (vec){}, result);
 }
 
 // `delta` may be null; then `sum` is not written.

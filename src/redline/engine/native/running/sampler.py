@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.available import kernels_serve
+from redline.kernels.cpu.draws import draws
 
 CHUNK = 128
 """Vocabulary entries per first-level bin of the inverse-CDF search."""
@@ -58,6 +59,12 @@ class SamplingRows:
     """int64, padded with -1."""
     min_tokens_B: Tensor | None = None
     """int64; goes with `stops_BS`."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits and the temperatures are all there is."""
+        changed_by = (self.top_k_B, self.top_p_B, self.min_p_B, self.bias_BV, self.stops_BS)
+        return all(each is None for each in changed_by)
 
 
 @dataclass(slots=True)
@@ -94,10 +101,15 @@ def uniform(streams_B: Tensor, counters_B: Tensor) -> Tensor:
 def sample(logits_BV: Tensor, rows: SamplingRows, *, raw: bool = False, top: int = 0) -> Sampled:
     """One token per row. `raw` also gives its logprob under the model, `top` that many of the likeliest tokens."""
     V = logits_BV.shape[1]
+    own = None if raw or top or not logits_BV.is_cpu else draws()
+    if own is not None and rows.is_plain:
+        return Sampled(*own(logits_BV.float(), rows.temperature_B, rows.streams_B, rows.counters_B))
     greedy_B = rows.temperature_B == 0
     scaled_BV = _filtered(_biased(logits_BV, rows) / torch.where(greedy_B, 1.0, rows.temperature_B)[:, None], rows)
     if kernels_serve(scaled_BV) and not (raw or top):
         return _drawn_by_kernel(scaled_BV, rows)
+    if own is not None:
+        return Sampled(*own(scaled_BV, (~greedy_B).float(), rows.streams_B, rows.counters_B))  # 0 stays greedy
     chunks_BCN = _chunked(scaled_BV)
     peaks_BC = chunks_BCN.amax(dim=-1)
     centred_BCN = chunks_BCN.sub_(peaks_BC.amax(dim=-1)[:, None, None])  # in place: the division above made them ours

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -11,11 +11,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redline.engine.native.running import sampler
 from redline.engine.native.running.sampler import CANDIDATES, Sampled, SamplingRows, sample, stream, uniform
+from redline.kernels.cpu.draws import draws
 
 LAST_BELOW_ONE = 1 - 2.0**-53
 VOCABULARIES = (1, 2, 3, 127, 128, 129, 255, 300, 1000)
 """Around the sizes at which a two-level search changes its mind."""
+
+
+@pytest.fixture(scope="module", params=["C", "torch"], autouse=True)
+def by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Who draws on a CPU; the filters, and what more is asked for, are torch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(sampler, "draws", lambda: None)
+        elif draws() is None:
+            pytest.skip("no compiler here, or torch computes with other threads")
+        yield
 
 
 class SplitMix64:
