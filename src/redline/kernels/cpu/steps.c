@@ -96,6 +96,8 @@ static inline void rotated(float* to, const scalar* head, const scalar* norm, co
 #define TILE 64
 #define PARTS (D / LANES)
 #define MOST_GROUPED 16
+#define MOST_HEADS (2048 / D > MOST_GROUPED ? 2048 / D : MOST_GROUPED)  // taken at once: their sums fit the nearest cache
+#define AHEAD 8                                                         // tokens that are fetched before they are needed
 
 struct Paged {
     scalar *keys, *values;  // [blocks, block, K, D]
@@ -107,51 +109,82 @@ static inline int64_t place(const struct Paged* cache, int64_t token, long k) {
     return ((cache->table[token / cache->block] * cache->block + token % cache->block) * cache->K + k) * D;
 }
 
-// Attention of the G query heads of a key/value head to the first `count` tokens of a line.
-static void attend_head(const float (*query)[D], int G, const struct Paged* cache, long k, int64_t count, scalar* out) {
-    float score[MOST_GROUPED][TILE], peak[MOST_GROUPED], total[MOST_GROUPED];
-    vec sum[MOST_GROUPED][PARTS];
-    for (int g = 0; g < G; g++) {
-        peak[g] = -INFINITY, total[g] = 0;
-        for (int p = 0; p < PARTS; p++) sum[g][p] = (vec){};
+static inline void fetch(const scalar* from, size_t numbers) {
+    for (size_t i = 0; i < numbers; i += 64 / sizeof(scalar)) __builtin_prefetch(from + i);
+}
+
+// Query heads of `num` key/value heads from k on, G of each, and what they have attended to so far.
+struct Heads {
+    int G, num;
+    long k;
+    float query[MOST_HEADS][D], score[MOST_HEADS][TILE], peak[MOST_HEADS], total[MOST_HEADS];
+    vec sum[MOST_HEADS][PARTS];
+};
+
+static inline void score_tile(struct Heads* heads, const struct Paged* cache, int64_t begin, int tokens, int64_t count) {
+    for (int j = 0; j < tokens; j++) {
+        const scalar* key = cache->keys + place(cache, begin + j, heads->k);
+        if (begin + j + AHEAD < count) fetch(cache->keys + place(cache, begin + j + AHEAD, heads->k), heads->num * D);
+        for (int n = 0; n < heads->num; n++, key += D) {
+            vec part[PARTS];
+            for (int p = 0; p < PARTS; p++) part[p] = load(key + p * LANES);
+            for (int h = n * heads->G; h < (n + 1) * heads->G; h++) {
+                const float* query = heads->query[h];
+                vec dot = part[0] * *(const vec*)query;
+                for (int p = 1; p < PARTS; p++) dot += part[p] * *(const vec*)(query + p * LANES);
+                heads->score[h][j] = sum_of(dot);
+            }
+        }
+    }
+}
+
+// The scores of a tile to weights, relative to the largest so far.
+static inline void weigh_tile(struct Heads* heads, int tokens) {
+    for (int h = 0; h < heads->num * heads->G; h++) {
+        float *score = heads->score[h], most = heads->peak[h];
+        for (int j = 0; j < tokens; j++) most = score[j] > most ? score[j] : most;
+        for (int j = tokens; j < TILE; j++) score[j] = -INFINITY;
+        const float fade = expf(heads->peak[h] - most);
+        vec weights = {};
+        heads->peak[h] = most;
+        for (int j = 0; j < TILE; j += LANES) {
+            vec weight = exponential(*(vec*)(score + j) - most);
+            *(vec*)(score + j) = weight;
+            weights += weight;
+        }
+        heads->total[h] = heads->total[h] * fade + sum_of(weights);
+        for (int p = 0; p < PARTS; p++) heads->sum[h][p] *= fade;
+    }
+}
+
+static inline void add_tile(struct Heads* heads, const struct Paged* cache, int64_t begin, int tokens, int64_t count) {
+    for (int j = 0; j < tokens; j++) {
+        const scalar* value = cache->values + place(cache, begin + j, heads->k);
+        if (begin + j + AHEAD < count) fetch(cache->values + place(cache, begin + j + AHEAD, heads->k), heads->num * D);
+        for (int n = 0; n < heads->num; n++, value += D) {
+            vec part[PARTS];
+            for (int p = 0; p < PARTS; p++) part[p] = load(value + p * LANES);
+            for (int h = n * heads->G; h < (n + 1) * heads->G; h++)
+                for (int p = 0; p < PARTS; p++) heads->sum[h][p] += heads->score[h][j] * part[p];
+        }
+    }
+}
+
+// Attention of the heads to the first `count` tokens of a line.
+static void attend_heads(struct Heads* heads, const struct Paged* cache, int64_t count, scalar* out) {
+    const int H = heads->num * heads->G;
+    for (int h = 0; h < H; h++) {
+        heads->peak[h] = -INFINITY, heads->total[h] = 0;
+        for (int p = 0; p < PARTS; p++) heads->sum[h][p] = (vec){};
     }
     for (int64_t begin = 0; begin < count; begin += TILE) {
         const int tokens = count - begin < TILE ? count - begin : TILE;
-        for (int j = 0; j < tokens; j++) {
-            const scalar* key = cache->keys + place(cache, begin + j, k);
-            vec part[PARTS];
-            for (int p = 0; p < PARTS; p++) part[p] = load(key + p * LANES);
-            for (int g = 0; g < G; g++) {
-                vec dot = part[0] * *(const vec*)query[g];
-                for (int p = 1; p < PARTS; p++) dot += part[p] * *(const vec*)(query[g] + p * LANES);
-                score[g][j] = sum_of(dot);
-            }
-        }
-        for (int g = 0; g < G; g++) {
-            float most = peak[g];
-            for (int j = 0; j < tokens; j++) most = score[g][j] > most ? score[g][j] : most;
-            for (int j = tokens; j < TILE; j++) score[g][j] = -INFINITY;
-            const float fade = expf(peak[g] - most);
-            vec weights = {};
-            peak[g] = most;
-            for (int j = 0; j < TILE; j += LANES) {
-                vec weight = exponential(*(vec*)(score[g] + j) - most);
-                *(vec*)(score[g] + j) = weight;
-                weights += weight;
-            }
-            total[g] = total[g] * fade + sum_of(weights);
-            for (int p = 0; p < PARTS; p++) sum[g][p] *= fade;
-        }
-        for (int j = 0; j < tokens; j++) {
-            const scalar* value = cache->values + place(cache, begin + j, k);
-            vec part[PARTS];
-            for (int p = 0; p < PARTS; p++) part[p] = load(value + p * LANES);
-            for (int g = 0; g < G; g++)
-                for (int p = 0; p < PARTS; p++) sum[g][p] += score[g][j] * part[p];
-        }
+        score_tile(heads, cache, begin, tokens, count);
+        weigh_tile(heads, tokens);
+        add_tile(heads, cache, begin, tokens, count);
     }
-    for (int g = 0; g < G; g++)
-        for (int p = 0; p < PARTS; p++) store(out + g * D + p * LANES, sum[g][p] / total[g]);
+    for (int h = 0; h < H; h++)
+        for (int p = 0; p < PARTS; p++) store(out + h * D + p * LANES, heads->sum[h][p] / heads->total[h]);
 }
 
 // Of each token: norm and rotation of its heads, [H + 2 K, D]; its key and value to the cache; then attention to all of its line
@@ -160,7 +193,8 @@ void attend(
     const scalar* heads, scalar* keys, scalar* values, const scalar* q_norm, const scalar* k_norm, const scalar* rotary,
     const int64_t* positions, const int64_t* lines, const int64_t* tables, scalar* out, long T, long H, long K, long block,
     long table_stride, long num_positions, float eps, float scale, int threads) {
-    const int G = H / K;
+    // Heads of one token lie side by side: where there are tokens enough for all threads, one reads them all.
+    const long G = H / K, several = MOST_HEADS / G, num = T < 2 * threads ? 1 : several < K ? several : K;
     int64_t work = 0;
     for (long t = 0; t < T; t++) work += (positions[t] + 1) * K * D;
 #pragma omp parallel num_threads(threads) if (work > ENOUGH)
@@ -178,17 +212,18 @@ void attend(
                     store(values + slot + d, load(own + (H + K + k) * D + d));
                 }
             }
-#pragma omp for collapse(2) schedule(dynamic, 4)
+#pragma omp for collapse(2) schedule(dynamic)
         for (long t = 0; t < T; t++)
-            for (long k = 0; k < K; k++) {
+            for (long k = 0; k < K; k += num) {
                 const struct Paged cache = {keys, values, tables + lines[t] * table_stride, block, K};
                 const scalar *own = heads + t * (H + 2 * K) * D, *cosines = rotary + positions[t] * (D / 2);
-                float query[MOST_GROUPED][D];
-                for (int g = 0; g < G; g++) {
-                    rotated(query[g], own + (k * G + g) * D, q_norm, cosines, cosines + num_positions * (D / 2), eps);
-                    for (int d = 0; d < D; d += LANES) *(vec*)(query[g] + d) *= scale;
+                struct Heads of;
+                of.G = G, of.num = k + num < K ? num : K - k, of.k = k;
+                for (int h = 0; h < of.num * G; h++) {
+                    rotated(of.query[h], own + (k * G + h) * D, q_norm, cosines, cosines + num_positions * (D / 2), eps);
+                    for (int d = 0; d < D; d += LANES) *(vec*)(of.query[h] + d) *= scale;
                 }
-                attend_head(query, G, &cache, k, positions[t] + 1, out + (t * H + k * G) * D);
+                attend_heads(&of, &cache, positions[t] + 1, out + (t * H + k * G) * D);
             }
     }
 }

@@ -19,7 +19,7 @@ from redline.models.layers.rope import rotary_table, rotate
 EPS = 1e-6
 BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16]
-SHAPES = [(6, 2, 32), (4, 4, 64), (9, 3, 64), (16, 1, 96), (7, 1, 128)]
+SHAPES = [(6, 2, 32), (4, 4, 64), (9, 3, 64), (16, 1, 96), (7, 1, 128), (20, 5, 128)]
 """Query heads, key/value heads, size of a head."""
 
 
