@@ -6,7 +6,8 @@
 Sizes are put into bins. A verifying step of a size that was not tried yet counts as a plain one of as many rows, where that was
 measured, or else as the next smaller one that was tried, or as a plain one of its own rows: it is tried, and then known. The
 fastest of the last few of a bin counts, for both kinds: what a busy machine takes longer says nothing of the next one. What
-took long by bad luck alone, and is not tried again for that, is forgotten when nothing was verified for long.
+took long by bad luck alone, and is not tried again for that, is forgotten when nothing was verified for long. Where plain steps
+took longer than verifying ones of as many tokens do, as on a machine that was busy then, one is due.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ MEASURE_EVERY = 1024
 """Verifying steps after which a plain one is due, so that the comparison stays one with today."""
 FORGET_AFTER = 4096
 """Measurements of plain steps in a row, after which what verifying took is forgotten."""
+TOO_LONG = 1.25
+"""How many times as long as a verifying step of as many tokens a plain one may seem to take, before it is measured again."""
+MEASURE_AGAIN_EVERY = 32
+"""Verifying steps after which that may be due."""
 NEAR = 2
 """A plain step of so many times the rows, or of one part in so many, stands for one that was not measured."""
 
@@ -89,7 +94,10 @@ class Costs:
 
     def needs_plain(self, num_rows: int) -> bool:
         """Whether a plain step must be measured before a verifying one can be compared with it."""
-        return self._num_verified >= MEASURE_EVERY or self.plain(num_rows) is None
+        plain = self.plain(num_rows)
+        if plain is None or self._num_verified >= MEASURE_EVERY:
+            return True
+        return self._num_verified >= MEASURE_AGAIN_EVERY and plain > TOO_LONG * self._verifying_at_least(num_rows)
 
     def plain(self, num_rows: int) -> float | None:
         """Seconds of a plain step; None where none of about such a size was measured. Of several sizes the next counts, of two
@@ -106,17 +114,20 @@ class Costs:
     def verifying(self, num_rows: int, num_tokens: int) -> float:
         """Seconds of a verifying step, where a plain one of its rows was measured. It never counts as faster than a smaller
         one, nor as slower than a larger one, which would be noise."""
-        plain, own = self.plain(num_rows), size_bin(num_tokens)
+        plain, own, at_most = self.plain(num_rows), size_bin(num_tokens), self._verifying_at_least
         assert plain is not None
-        known = {size: min(times) for size, times in self._verifying.items() if len(times) >= ENOUGH}
-
-        def at_most(size: int) -> float:
-            return min((known[other] for other in known if other >= size), default=math.inf)
-
+        known = self._known_verifying()
         if own in known:
             return max(plain, at_most(own))
         smaller = [at_most(size) for size in known if num_rows < size < own]
         return min(max(plain, self.plain(num_tokens) or 0.0, *smaller), max(plain, at_most(own)))
+
+    def _known_verifying(self) -> dict[int, float]:
+        return {size: min(times) for size, times in self._verifying.items() if len(times) >= ENOUGH}
+
+    def _verifying_at_least(self, size: int) -> float:
+        """Seconds of the fastest verifying step of so many tokens or more."""
+        return min((seconds for other, seconds in self._known_verifying().items() if other >= size), default=math.inf)
 
 
 def size_bin(size: int) -> int:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from redline.engine.native.speculation.costs import ENOUGH, FORGET_AFTER, MEASURE_EVERY, Costs, StepClock, Timed, size_bin
+from redline.engine.native.speculation.costs import (
+    ENOUGH,
+    FORGET_AFTER,
+    MEASURE_AGAIN_EVERY,
+    MEASURE_EVERY,
+    Costs,
+    StepClock,
+    Timed,
+    size_bin,
+)
 from redline.engine.native.speculation.speculation import best_counts
 
 
@@ -79,6 +88,29 @@ def test_a_plain_step_is_due_before_the_first_guess_and_now_and_then() -> None:
     for _ in range(MEASURE_EVERY):
         costs.add_verifying(8, 1.0)
     assert costs.needs_plain(4)
+
+
+def test_plain_steps_that_a_busy_machine_made_long_are_measured_again() -> None:
+    """Else what is saved is counted in seconds that nobody would spend, and any guess seems to pay."""
+    costs = measured({4: 8.0})
+    for _ in range(MEASURE_AGAIN_EVERY):
+        costs.add_verifying(12, 2.0)
+    assert costs.needs_plain(4)
+    costs.add_plain(4, 1.0)
+    assert costs.plain(4) == 1.0
+    for _ in range(MEASURE_AGAIN_EVERY):
+        costs.add_verifying(12, 2.0)
+    assert not costs.needs_plain(4)
+
+
+def test_plain_steps_that_do_take_longer_are_measured_now_and_then() -> None:
+    costs = measured({4: 8.0})
+    for _ in range(MEASURE_AGAIN_EVERY):
+        assert not costs.needs_plain(4)
+        costs.add_verifying(12, 2.0)
+    assert costs.needs_plain(4)
+    costs.add_plain(4, 8.0)
+    assert not costs.needs_plain(4)
 
 
 def test_a_plain_step_of_about_as_many_rows_stands_for_one_that_was_not_measured() -> None:
