@@ -7,7 +7,7 @@ when it changes. A row has the same bits in any company, which no library gives.
 
 from __future__ import annotations
 
-from ctypes import c_int, c_long, c_void_p
+from ctypes import c_int, c_long, c_void_p, cast
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +34,8 @@ class Products:
     def __init__(self, compiled: object) -> None:
         self._product = compiled.product  # type: ignore[attr-defined]
         self._product.argtypes = [*[c_void_p] * 4, *[c_long] * 3, c_int]
+        self.address = cast(self._product, c_void_p).value
+        """Of the function, for other C."""
 
     def product(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """`F.linear` without a gradient. All are float32; a row of the weight is a multiple of `LINE` long, and follows on the

@@ -6,14 +6,17 @@ have no gradient, and give a row the same bits in any company.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_long, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from redline.kernels.cpu.compiled import library
+from redline.kernels.cpu.products import Products
 
 SOURCE = Path(__file__).with_suffix(".c")
 LANES = 16
@@ -32,6 +35,25 @@ def steps_for(dtype: torch.dtype, head_dim: int, grouped: int) -> Steps | None:
     return None if compiled is None else Steps(compiled)
 
 
+class Layer(NamedTuple):
+    """Of a layer in float32, as `steps.c` has it; None is what it does not have."""
+
+    attn_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    keys: Tensor
+    values: Tensor
+
+
 class Steps:
     """All tensors are contiguous, of one dtype, and rows multiples of `LANES` long."""
 
@@ -41,6 +63,9 @@ class Steps:
         compiled.add_rms_norm.argtypes = [*pointers, *sizes, c_float, c_int]  # type: ignore[attr-defined]
         compiled.silu_mul.argtypes = [c_void_p, c_void_p, *sizes, c_int]  # type: ignore[attr-defined]
         compiled.attend.argtypes = [*[c_void_p] * 10, *[c_long] * 6, c_float, c_float, c_int]  # type: ignore[attr-defined]
+        if hasattr(compiled, "hidden"):
+            arguments = [c_void_p, c_void_p, c_long, *[c_void_p] * 8, *[c_long] * 8, c_float, c_float, c_int]
+            compiled.hidden.argtypes = arguments
 
     def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The residual stream after `delta`, and its RMS norm. Without a delta the stream is returned as it came."""
@@ -80,6 +105,33 @@ class Steps:
         sizes = (T, N - 2 * K, K, block, tables_LN.shape[1], rotary.shape[1])
         self._compiled.attend(*pointers, *sizes, norm_eps, D**-0.5, torch.get_num_threads())  # type: ignore[attr-defined]
         return out_THD
+
+    def hidden(
+        self,
+        products: Products,
+        layers: Sequence[Layer],
+        norm_E: Tensor,
+        x_TE: Tensor,
+        places: tuple[Tensor, Tensor, Tensor],
+        rotary: Tensor,
+        norm_eps: float,
+    ) -> Tensor:
+        """[T, E]: the network from the embedded tokens, which are used up, to its last norm, in float32. `places` are
+        positions, lines and tables as of `attend`."""
+        (T, E), (_, block, K, D), one = x_TE.shape, layers[0].keys.shape, layers[0]
+        attended, inner = one.o.shape[1], one.down.shape[1]
+        normed_TE = torch.empty_like(x_TE)
+        scratch = x_TE.new_empty(T * (E + len(one.qkv) + attended + 3 * inner))
+        pointers = [pointer for layer in layers for pointer in _pointers(*layer)]
+        self._compiled.hidden(  # type: ignore[attr-defined]
+            products.address,
+            (c_void_p * len(pointers))(*pointers),
+            len(layers),
+            *_pointers(norm_E, x_TE, normed_TE, scratch, rotary, *places),
+            *(T, E, inner, attended // D, K, block, places[2].shape[1], rotary.shape[1]),
+            *(norm_eps, D**-0.5, torch.get_num_threads()),
+        )
+        return normed_TE
 
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:

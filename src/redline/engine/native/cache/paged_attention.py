@@ -22,6 +22,11 @@ class PagedAttention:
         self._tables_LN = torch.from_numpy(np.ascontiguousarray(runs.tables_SN, dtype=np.int64))
 
     @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions and lines of the tokens, and the lines' tables, as `Steps.attend` takes them."""
+        return self.positions_T, self._lines_T, self._tables_LN
+
+    @property
     def slots_T(self) -> Tensor:  # noqa: N802
         """int64: where in the cache each token goes."""
         return torch.from_numpy(self._runs.slots(self._cache.block_size))
@@ -29,5 +34,4 @@ class PagedAttention:
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        places = (self.positions_T, self._lines_T, self._tables_LN)
-        return self._steps.attend(heads.contiguous(), keys, values, *places, self._rotary, norms, layer.spec.norm_eps)
+        return self._steps.attend(heads.contiguous(), keys, values, *self.places, self._rotary, norms, layer.spec.norm_eps)

@@ -1,4 +1,5 @@
-"""The runner for CPUs that C can be compiled for: of a step that decodes or verifies, only the products are torch's.
+"""The runner for CPUs that C can be compiled for, for steps that decode or verify. In float32 a step of few rows is one call;
+else the products are torch's, and C what lies between them.
 
 Prompts, and what decodes beside them, go through the network as ever: there the products are nearly all of the time.
 """
@@ -14,7 +15,8 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.paged_attention import PagedAttention
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.runner import Runner
-from redline.kernels.cpu.steps import LANES, Steps, steps_for
+from redline.kernels.cpu.products import MOST_ROWS, products
+from redline.kernels.cpu.steps import LANES, Layer, Steps, steps_for
 from redline.models.decoder import AnyAttend, Decoder, DecoderLayer
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers import few_rows
@@ -61,13 +63,30 @@ class CpuRunner(Runner):
 
     def _hidden(self, tokens_T: Tensor, attend: PagedAttention) -> Tensor:
         """As `Decoder.forward` does it."""
+        x_TE = F.embedding(tokens_T, self._network.embed)
+        own = products() if x_TE.dtype is torch.float32 and len(x_TE) <= MOST_ROWS else None
+        if own is None:
+            return self._layer_by_layer(x_TE, attend)
+        layers = [self._parts(layer) for layer in self._network.layers]
+        return self._steps.hidden(
+            own, layers, self._network.norm, x_TE, attend.places, self._rotary, self._network.spec.norm_eps
+        )
+
+    def _parts(self, layer: nn.Module) -> Layer:
+        assert isinstance(layer, DecoderLayer)
+        qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
+        attention = (layer.attn_norm, qkv.weight, qkv.bias, layer.q_norm, layer.k_norm, o.weight, o.bias)
+        mlp = (layer.mlp_norm, gate_up.weight, gate_up.bias, down.weight, down.bias)
+        return Layer(*attention, *mlp, *self.cache.blocks[layer.index])
+
+    def _layer_by_layer(self, x_TE: Tensor, attend: PagedAttention) -> Tensor:
         decoder, eps, norm = self._network, self._network.spec.norm_eps, self._steps.add_rms_norm
-        x_TE, delta_TE = F.embedding(tokens_T, decoder.embed), None
+        delta_TE = None
         for layer in decoder.layers:
             assert isinstance(layer, DecoderLayer)
             x_TE, normed_TE = norm(x_TE, delta_TE, layer.attn_norm, eps)
             heads_TX = _product(normed_TE, layer.qkv)
-            out_THD = attend.attend_fused(layer, heads_TX.view(len(tokens_T), -1, decoder.spec.head_dim))
+            out_THD = attend.attend_fused(layer, heads_TX.view(len(x_TE), -1, decoder.spec.head_dim))
             x_TE, normed_TE = norm(x_TE, _product(out_THD.flatten(1), layer.o), layer.mlp_norm, eps)
             delta_TE = _product(self._steps.silu_mul(_product(normed_TE, layer.gate_up)), layer.down)
         return norm(x_TE, delta_TE, decoder.norm, eps)[1]

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.small_models import SHAPE as SMALL
 from support.small_models import VOCAB_SIZE, llama, write_model
+from transformers import Qwen3Config
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
@@ -61,6 +63,32 @@ def test_samples_and_logprobs_are_those_of_torch(folder: Path, speculation: str,
     assert len(same) >= len(expected) - 1, "a draw may fall within float32's rounding of a border"
     for a, b in same:
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+
+
+FAMILIES = {
+    "plain": llama(**SHAPE),
+    "biases": llama(**SHAPE, attention_bias=True, mlp_bias=True),
+    "norms of heads": Qwen3Config(**{**SMALL, **SHAPE, "head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_in_one_call_has_the_bits_of_one_layer_by_layer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, FAMILIES[family], seed=5, std=0.15)
+    engine = engine_of(tmp_path)
+    if not isinstance(engine._runner, CpuRunner):
+        pytest.skip("no compiler here, or torch computes with other threads")
+    found = generated(engine, requests())
+    calls = []
+    monkeypatch.setattr(engine._runner._steps, "hidden", lambda *_: calls.append(1))
+    monkeypatch.setattr(cpu, "MOST_ROWS", 0)
+    expected = generated(engine_of(tmp_path), requests())
+    assert not calls
+    for a, b in zip(found, expected, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.logprobs.tolist() == b.logprobs.tolist()
 
 
 def test_bfloat16_is_scored_as_by_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
