@@ -17,8 +17,13 @@ from pathlib import Path
 import torch
 
 COMPILERS = ("gcc", "cc")
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC")
-"""Sums may be taken in another order; NaN and infinity stay what they are."""
+FLAGS = (
+    *("-O3", "-march=native", "-fopenmp", "-fPIC"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    "-fno-schedule-insns",
+)
+"""Sums are taken in the order that is written: where the compiler may choose it, that of a row may depend on the company, and
+more of them are under way than there are registers. Moving instructions before registers are assigned takes too many, too."""
 COMPILE_S = 60.0
 
 
@@ -33,7 +38,7 @@ def library(source: Path, *macros: str) -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory(prefix="redline-") as folder:
             compiled, linked = Path(folder) / "compiled.o", Path(folder) / "linked.so"
             _run(compiler, *FLAGS, *macros, "-c", str(source), "-o", str(compiled))
-            _run(compiler, "-shared", str(compiled), str(threads), "-lm", "-o", str(linked))
+            _run(compiler, "-shared", str(compiled), str(threads), "-lm", "-Wl,--no-undefined", "-o", str(linked))
             return ctypes.CDLL(str(linked))  # stays when the file is gone
     except (OSError, subprocess.SubprocessError):  # a full disk, a folder that nothing may be run from, a compiler that refuses
         return None

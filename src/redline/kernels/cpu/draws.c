@@ -9,25 +9,21 @@
 
 #define CHUNK 128  // a multiple of LANES
 
-// The logits of a chunk over the temperature; beyond the vocabulary, -inf.
-static inline void scaled_chunk(vec* to, const float* logits, long left, float temperature) {
+// The logits of a chunk times a scale, one over the temperature; beyond the vocabulary, -inf.
+static inline void scaled_chunk(vec* to, const float* logits, long left, float scale) {
     float padded[CHUNK];
     if (left < CHUNK) {
         for (int i = 0; i < CHUNK; i++) padded[i] = i < left ? logits[i] : -INFINITY;
         logits = padded;
     }
-    for (int v = 0; v < CHUNK / LANES; v++) to[v] = *(const vec*)(logits + v * LANES) / temperature;
+    for (int v = 0; v < CHUNK / LANES; v++) to[v] = *(const vec*)(logits + v * LANES) * scale;
 }
 
 static inline float largest(const float* logits, long V) {
     vec most = all(-INFINITY);
     long i = 0;
-    for (; i + LANES <= V; i += LANES) {
-        vec v = *(const vec*)(logits + i);
-        most = choose(v > most, v, most);
-    }
-    float peak = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) peak = most[lane] > peak ? most[lane] : peak;
+    for (; i + LANES <= V; i += LANES) most = larger(*(const vec*)(logits + i), most);
+    float peak = largest_of(most);
     for (; i < V; i++) peak = logits[i] > peak ? logits[i] : peak;
     return peak;
 }
@@ -54,13 +50,13 @@ static inline int within(const vec* scaled, float peak, double target) {
     return token;
 }
 
-static int64_t token_of(const float* logits, const double* sums, long V, float temperature, float peak, double target) {
+static int64_t token_of(const float* logits, const double* sums, long V, float scale, float peak, double target) {
     vec scaled[CHUNK / LANES];
     const long last = (V - 1) / CHUNK;
     long chunk = 0;
     while (chunk < last && !(sums[chunk] > target)) target -= sums[chunk++];
     while (chunk > 0 && sums[chunk] == 0) chunk--, target = INFINITY;  // rounding went beyond the last weight
-    scaled_chunk(scaled, logits + chunk * CHUNK, V - chunk * CHUNK, temperature);
+    scaled_chunk(scaled, logits + chunk * CHUNK, V - chunk * CHUNK, scale);
     return chunk * CHUNK + within(scaled, peak, target);
 }
 
@@ -71,23 +67,21 @@ void draw(
     const long C = (V + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(static) num_threads(threads) if (B > 1)
     for (long b = 0; b < B; b++) {
-        const float *row = logits + b * V, temperature = temperatures[b] ? temperatures[b] : 1, top = largest(row, V);
-        const float peak = top / temperature;
+        const float *row = logits + b * V, scale = temperatures[b] ? 1 / temperatures[b] : 1, top = largest(row, V);
+        const float peak = top * scale;
         double total = 0;
         for (long c = 0; c < C; c++) {
             vec scaled[CHUNK / LANES], sum = {};
-            scaled_chunk(scaled, row + c * CHUNK, V - c * CHUNK, temperature);
+            scaled_chunk(scaled, row + c * CHUNK, V - c * CHUNK, scale);
             for (int v = 0; v < CHUNK / LANES; v++) sum += exponential(scaled[v] - peak);
-            double chunk = 0;
-            for (int lane = 0; lane < LANES; lane++) chunk += sum[lane];
-            total += sums[b * C + c] = chunk;
+            total += sums[b * C + c] = sum_of(sum);
         }
         int64_t token = 0;
         if (temperatures[b])
-            token = token_of(row, sums + b * C, V, temperature, peak, uniform(streams[b], counters[b]) * total);
+            token = token_of(row, sums + b * C, V, scale, peak, uniform(streams[b], counters[b]) * total);
         else
             while (token < V - 1 && row[token] != top) token++;
         tokens[b] = token < V ? token : V - 1;
-        logprobs[b] = row[tokens[b]] / temperature - peak - (float)log(total);
+        logprobs[b] = row[tokens[b]] * scale - peak - (float)log(total);
     }
 }

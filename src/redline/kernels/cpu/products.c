@@ -4,23 +4,33 @@
 // stay in the nearest cache while all of x passes by, from the next cache; meanwhile the rows after them are fetched from memory.
 // Which numbers a sum adds, and in which order, does not depend on how many rows there are, nor on where a row stands.
 
+#pragma GCC diagnostic ignored "-Wpsabi"  // every function with vectors is inlined
+
 #if defined(__AVX512F__)
 #define LANES 16
 #define COLUMNS 8
 #elif defined(__AVX__)
 #define LANES 8
 #define COLUMNS 4  // 16 registers, not 32
+#elif defined(__SSE__)
+#define LANES 4
+#define COLUMNS 4
 #else
 #define LANES 4
 #define COLUMNS 8
 #endif
+#if defined(__SSE__) && !defined(__FMA__)
+#define ROWS 2  // a product that is not fused with its sum takes a register more
+#else
 #define ROWS 3
+#endif
 #define LINE 16       // numbers of a cache line, which rows are multiples of
 #define NEAR 640      // numbers of a row that are taken at once: `COLUMNS` such rows fit the nearest cache
 #define ENOUGH 65536  // multiplications that are worth another thread
 #define inlined static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int places __attribute__((vector_size(4 * LANES)));
 typedef float sums __attribute__((vector_size(4 * COLUMNS), aligned(4), may_alias));
 
 struct Product {
@@ -29,9 +39,10 @@ struct Product {
     long T, O, I;
 };
 
+#define FROM(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})  // `__builtin_shufflevector` is not in gcc 11
+
 // The sum of each of the vectors.
 #if LANES == 16
-#define FROM __builtin_shufflevector
 inlined vec halves(vec a, vec b) {
     return FROM(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            FROM(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -48,15 +59,22 @@ inlined sums sums_of(const vec* of) {
     vec first = quarters(halves(of[0], of[1]), halves(of[2], of[3]));
     vec last = quarters(halves(of[4], of[5]), halves(of[6], of[7]));
     vec pairs = eighths(first, last);
-    return FROM(pairs, pairs, 0, 8, 4, 12, 2, 10, 6, 14) + FROM(pairs, pairs, 1, 9, 5, 13, 3, 11, 7, 15);
+    vec twice = FROM(pairs, pairs, 0, 8, 4, 12, 2, 10, 6, 14, 0, 8, 4, 12, 2, 10, 6, 14) +
+                FROM(pairs, pairs, 1, 9, 5, 13, 3, 11, 7, 15, 1, 9, 5, 13, 3, 11, 7, 15);
+    return *(sums*)&twice;
+}
+#elif LANES == 8
+inlined vec pairs(vec a, vec b) { return FROM(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + FROM(a, b, 1, 3, 9, 11, 5, 7, 13, 15); }
+inlined sums sums_of(const vec* of) {
+    vec both = pairs(pairs(of[0], of[1]), pairs(of[2], of[3]));
+    return ((sums*)&both)[0] + ((sums*)&both)[1];
 }
 #else
+inlined vec pairs(vec a, vec b) { return FROM(a, b, 0, 2, 4, 6) + FROM(a, b, 1, 3, 5, 7); }
 inlined sums sums_of(const vec* of) {
-    sums all = {};
-#pragma GCC unroll 8
-    for (int c = 0; c < COLUMNS; c++)
-#pragma GCC unroll 8
-        for (int lane = 0; lane < LANES; lane++) all[c] += of[c][lane];
+    sums all;
+#pragma GCC unroll 2
+    for (int c = 0; c < COLUMNS; c += 4) ((vec*)&all)[c / 4] = pairs(pairs(of[c], of[c + 1]), pairs(of[c + 2], of[c + 3]));
     return all;
 }
 #endif
@@ -69,7 +87,7 @@ inlined void tile(
     vec sum[ROWS][COLUMNS] = {};
     for (long line = begin; line < end; line += LINE) {
         for (int c = 0; c < ahead; c++) __builtin_prefetch(next + c * p->I + line - begin);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (long i = line; i < line + LINE; i += LANES) {
             vec of_x[ROWS];
 #pragma GCC unroll 3

@@ -1,6 +1,6 @@
 // What a step of the engine does between its products, on a CPU. `steps.py` says for what, and calls it.
 //
-// Sums are float32, and results are rounded wherever eager torch rounds. Rows are multiples of a vector long. Where they are shared
+// Sums are float32, and results are rounded wherever eager torch rounds. Rows are multiples of 16 long. Where they are shared
 // out among threads, each is computed by one of them, from its own numbers alone.
 //
 // Macros: D, size of a head; BFLOAT16, 1 for bfloat16 and 0 for float32.
@@ -10,15 +10,13 @@
 
 #include "vectors.h"
 
-#define ENOUGH 16384  // numbers that are worth another thread
+#define ENOUGH 16384         // numbers that are worth another thread
+#define CHAINS (16 / LANES)  // sums of one product that are under way at once
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef float vec8 __attribute__((vector_size(32)));
-typedef float vec4 __attribute__((vector_size(16)));
 
 #if BFLOAT16
 typedef uint16_t scalar;
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-static inline float one(const scalar* at) { union { uint32_t bits; float value; } x = {(uint32_t)*at << 16}; return x.value; }
 static inline vec load(const scalar* at) { return (vec)(__builtin_convertvector(*(const hvec*)at, uvec) << 16); }
 static inline uvec rounded_bits(vec x) {
     uvec bits = (uvec)x;
@@ -30,17 +28,10 @@ static inline void store(scalar* to, vec x) { *(hvec*)to = __builtin_convertvect
 static inline vec rounded(vec x) { return (vec)(rounded_bits(x) << 16); }
 #else
 typedef float scalar;
-static inline float one(const scalar* at) { return *at; }
 static inline vec load(const scalar* at) { return *(const vec*)at; }
 static inline void store(scalar* to, vec x) { *(vec*)to = x; }
 static inline vec rounded(vec x) { return x; }
 #endif
-
-static inline float sum_of(vec v) {
-    vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    return (b[0] + b[2]) + (b[1] + b[3]);
-}
 
 // `delta` may be null; then `sum` is not written.
 void add_rms_norm(
@@ -130,9 +121,12 @@ static inline void score_tile(struct Heads* heads, const struct Paged* cache, in
             for (int p = 0; p < PARTS; p++) part[p] = load(key + p * LANES);
             for (int h = n * heads->G; h < (n + 1) * heads->G; h++) {
                 const float* query = heads->query[h];
-                vec dot = part[0] * *(const vec*)query;
-                for (int p = 1; p < PARTS; p++) dot += part[p] * *(const vec*)(query + p * LANES);
-                heads->score[h][j] = sum_of(dot);
+                vec dot[CHAINS];
+                for (int p = 0; p < CHAINS; p++) dot[p] = part[p] * *(const vec*)(query + p * LANES);
+                for (int p = CHAINS; p < PARTS; p++) dot[p % CHAINS] += part[p] * *(const vec*)(query + p * LANES);
+                for (int left = CHAINS / 2; left; left /= 2)
+                    for (int p = 0; p < left; p++) dot[p] += dot[p + left];
+                heads->score[h][j] = sum_of(dot[0]);
             }
         }
     }
@@ -142,8 +136,10 @@ static inline void score_tile(struct Heads* heads, const struct Paged* cache, in
 static inline void weigh_tile(struct Heads* heads, int tokens) {
     for (int h = 0; h < heads->num * heads->G; h++) {
         float *score = heads->score[h], most = heads->peak[h];
-        for (int j = 0; j < tokens; j++) most = score[j] > most ? score[j] : most;
         for (int j = tokens; j < TILE; j++) score[j] = -INFINITY;
+        vec peaks = all(most);
+        for (int j = 0; j < TILE; j += LANES) peaks = larger(*(vec*)(score + j), peaks);
+        most = largest_of(peaks);
         const float fade = expf(heads->peak[h] - most);
         vec weights = {};
         heads->peak[h] = most;

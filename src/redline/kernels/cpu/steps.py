@@ -20,7 +20,7 @@ from redline.kernels.cpu.products import Products
 
 SOURCE = Path(__file__).with_suffix(".c")
 LANES = 16
-"""Numbers of a vector, which rows are multiples of."""
+"""Numbers that rows are multiples of; the longest vector's."""
 MOST_GROUPED = 16
 """Query heads of a key/value head. Both are `steps.c`'s."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

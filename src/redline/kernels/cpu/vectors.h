@@ -1,13 +1,44 @@
-// Vectors of 16 numbers, which the compiler cuts into those that the CPU has.
+// The vectors that the CPU has: gcc cuts longer ones into single numbers where it compares them.
 
 #include <stdint.h>
 
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+#if LANES == 16
+typedef float vec8 __attribute__((vector_size(32), may_alias));
+#endif
+typedef float vec4 __attribute__((vector_size(16), may_alias));
+
 static inline vec all(float x) { return x - (vec){}; }
 static inline vec choose(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
+
+static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
+
+static inline float sum_of(vec v) {
+#if LANES == 16
+    vec8 half = ((vec8*)&v)[0] + ((vec8*)&v)[1];
+    vec4 b = ((vec4*)&half)[0] + ((vec4*)&half)[1];
+#elif LANES == 8
+    vec4 b = ((vec4*)&v)[0] + ((vec4*)&v)[1];
+#else
+    vec4 b = v;
+#endif
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+static inline float largest_of(vec v) {
+    for (int left = LANES / 2; left; left /= 2)
+        for (int i = 0; i < left; i++) v[i] = v[i] > v[i + left] ? v[i] : v[i + left];
+    return v[0];
+}
 
 // e to the x, for x of at most 88; 0 for what float32 has no number for.
 static inline vec exponential(vec x) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -131,6 +132,21 @@ def test_attention_is_torchs(dtype: torch.dtype, shape: tuple[int, int, int], wi
     slots = cache.tables[cache.lines, cache.positions // BLOCK], cache.positions % BLOCK
     assert torch.equal(cache.values[slots], cache.heads[:, H + K :])
     assert cache.keys[slots].isfinite().all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one kind of vectors only")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
+def test_shorter_vectors_come_to_the_same(dtype: torch.dtype, flag: str) -> None:
+    widest, shape = steps_of(dtype), (8, 2, 64)
+    linked = compiled.library(SOURCE, "-DD=64", f"-DBFLOAT16={DTYPES.index(dtype)}", flag)
+    assert linked is not None
+    shorter, x, weight = Steps(linked), (20 * torch.randn(5, 96)).to(dtype), torch.randn(96).to(dtype)
+    x[1, 3], x[2, 4] = torch.nan, torch.inf
+    for by in (lambda steps: steps.add_rms_norm(x, x, weight, EPS)[1], lambda steps: steps.silu_mul(x)):
+        torch.testing.assert_close(by(shorter), by(widest), equal_nan=True, **tolerance(dtype))
+    attended = [Cache(shape, dtype, [0, 15, 130], [1, 3, 16]).attend(steps, None) for steps in (shorter, widest)]
+    torch.testing.assert_close(*attended, **tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
