@@ -1,4 +1,4 @@
-"""What our C brings to the engine on a CPU: all of it, what lies between the products alone, and none, in turn.
+"""What our C brings to the engine on a CPU: with it and without, in turn.
 
     PYTHONPATH=src python benchmarks/kernels/cpu_steps.py [--dtype bfloat16] [--rounds 4] [--prompts 64] [--new-tokens 128]
 
@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
-from redline.engine.native.running import cpu
+from redline.engine.native.running import cpu, sampler
 from redline.lab.material.networks import make_network
 from redline.lab.material.prompts import question_prompts
 from redline.launch.engines import make_engine
@@ -38,8 +39,7 @@ def main() -> None:
     network = make_network(asked.model, torch.device("cpu"), getattr(torch, asked.dtype), seed=0)
     prompts = question_prompts(asked.prompts, network.tokenizer)
     config = EngineConfig(max_num_seqs=asked.prompts, max_model_len=max(map(len, prompts)) + asked.new_tokens)
-    engines = {"torch": without_c(network.decoder, config), "between": make_engine(network.decoder, config)}
-    engines["C"] = engines["between"]
+    engines = {"torch": without_c(network.decoder, config), "C": make_engine(network.decoder, config)}
     assert isinstance(engines["C"]._runner, cpu.CpuRunner), "no C here"
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     found: dict[str, list[list[int]]] = {}
@@ -48,7 +48,7 @@ def main() -> None:
             length = asked.new_tokens if number >= 0 else 4  # the first round warms up
             requests = [GenerateRequest(p, SamplingParams(max_tokens=length, seed=i)) for i, p in enumerate(prompts)]
             engines[name].reset_prefix_cache()
-            with nullcontext() if name == "C" else mock.patch.object(few_rows, "products", return_value=None):
+            with nullcontext() if name == "C" else by_torch():
                 began = time.perf_counter()
                 groups = engines[name].generate(requests)
             if number >= 0:
@@ -66,6 +66,12 @@ def main() -> None:
 def without_c(decoder: Decoder, config: EngineConfig) -> NativeEngine:
     with mock.patch.object(cpu, "steps_for", return_value=None):
         return make_engine(decoder, config)
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    with mock.patch.object(few_rows, "products", return_value=None), mock.patch.object(sampler, "draws", return_value=None):
+        yield
 
 
 if __name__ == "__main__":
