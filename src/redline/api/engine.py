@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -238,7 +239,11 @@ def _load(recipe: EngineRecipe) -> LoadedEngine:
     from redline.launch.process import prepare_process
 
     prepare_process(recipe)
-    return load_engine(recipe)
+    return load_engine(recipe, tell=_warn)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _free_memory() -> None:

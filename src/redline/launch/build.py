@@ -74,7 +74,7 @@ def build(
         model = load_trainable_policy(config)
         trainer = make_trainer(config, model, folder, tell, parallel)
         model = replace(model, decoder=trainer.network)
-        engines = apart(config, placement, starting, trainer, tell) if starting else colocated(config, model, trainer)
+        engines = apart(config, placement, starting, trainer, tell) if starting else colocated(config, model, trainer, tell)
     except BaseException:
         if starting:
             starting.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.addresses import address_towards, is_loopback
 from redline.config import Config
 from redline.engine.replicas import Replicas
-from redline.launch.engines import make_engine
+from redline.launch.engines import make_engine, tell_what_is_missing
 from redline.launch.kinds import make_other_engine
 from redline.launch.models import LoadedModel
 from redline.launch.placement import Placement
@@ -47,12 +47,13 @@ class EngineSide:
     """The engines, where they have processes of their own."""
 
 
-def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSide:
+def colocated(config: Config, model: LoadedModel, trainer: Trainer, tell: Callable[[str], None]) -> EngineSide:
     """Make an engine in this process. Ours samples from the trainer's own decoder, so that there is one set of weights."""
     if config.engine.kind != "native":
         other = make_other_engine(config, model, trainer)
         return EngineSide(other.engine, other.transport, other.close, other.join, other.sleeper)
     engine = make_engine(model.decoder, config.engine, model.tokenizer, shares_device=config.buffer.max_lag > 0)
+    tell_what_is_missing(model.decoder, tell)
     trained = trainer.weights().tensors
     engine_tensors = {name: tensor.detach() for name, tensor in engine.decoder.named_parameters() if name in trained}
     return EngineSide(engine, SharedStorage(engine_tensors), sleeper=engine if config.placement.sleep else None)

@@ -26,6 +26,8 @@ from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.lora import make_bank
 from redline.engine.native.tensor_parallel import PROGRAM, STEP_TIMEOUT_S, TensorParallelEngine
 from redline.errors import ConfigError, ModelError
+from redline.kernels.cpu.compiled import tell_why_none
+from redline.kernels.cpu.products import products
 from redline.launch.kinds import OtherEngine, load_other_engine, sample_from
 from redline.launch.models import LoadedModel
 from redline.launch.placement import check_engine_place
@@ -77,6 +79,14 @@ def make_engine(
     computes there. It needs a tokenizer for stop strings only. Raises `ConfigError` for a recipe that names another engine."""
     refuse_other_kinds(config)
     return NativeEngine(decoder, config, tokenizer, shares_device=shares_device)
+
+
+def tell_what_is_missing(decoder: AnyDecoder, tell: Callable[[str], None]) -> None:
+    """Tell, once in a process, why our engine is slower on this CPU than it could be. Compiles what its steps would compile."""
+    weight = decoder.output_weight
+    if weight.is_cpu and weight.dtype is torch.float32:
+        products()
+    tell_why_none(tell)
 
 
 def refuse_other_kinds(config: EngineConfig) -> None:
@@ -138,4 +148,5 @@ def load_engine(
         )
     for name, adapter in (adapters or {}).items():
         native.load_adapter(name, adapter)
+    tell_what_is_missing(decoder, tell)
     return LoadedEngine(native, tokenizer, ends)

@@ -14,6 +14,9 @@ from redline.config import EngineRecipe, resolve_engine, validate_engine
 from redline.engine import NativeEngine
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.errors import ModelError
+from redline.kernels.cpu import compiled
+from redline.kernels.cpu.products import products
+from redline.kernels.cpu.steps import steps_for
 from redline.launch.engines import load_engine, make_engine
 from redline.models.files.hf import load_decoder
 from redline.models.files.sources import model_folder
@@ -55,3 +58,20 @@ def test_adapters_are_refused_where_the_model_cannot_take_them(bloom: Path, tmp_
     with pytest.raises(ModelError, match="LoRA needs a model of the Llama or Qwen families") as refused:
         load_engine(recipe(bloom), {"poet": tmp_path})
     assert refused.value.hint == "leave the adapters out"
+
+
+def test_a_machine_without_a_compiler_is_told_of_when_an_engine_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    if products() is None:
+        pytest.skip("no compiler here, or torch computes with other threads")
+    for kept in ("_why_none", "_told"):
+        monkeypatch.setattr(compiled, kept, [])
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    for asked in (compiled.library, products, steps_for):
+        asked.cache_clear()
+    for _ in range(2):
+        load_engine(recipe("builtin:tiny", max_num_seqs=4, max_model_len=64), tell=told.append)
+    for asked in (compiled.library, products, steps_for):
+        asked.cache_clear()
+    [line] = told
+    assert "install gcc" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.kernels.cpu import draws, products, steps
+from redline.kernels.cpu import compiled, draws, products, steps
 from redline.kernels.cpu.compiled import FLAGS
 
 GCCS = [name for name in ("gcc", *(f"gcc-{version}" for version in range(9, 17))) if shutil.which(name)]
@@ -34,3 +35,92 @@ def test_each_compiles_it_without_a_warning(compiler: str, vectors: tuple[str, .
         check=False,
     )
     assert not made.returncode, made.stderr
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As in a process that has compiled nothing yet."""
+    if compiled.library(products.SOURCE) is None:
+        pytest.skip("no compiler here, or torch computes with other threads")
+    monkeypatch.setattr(compiled, "_why_none", [])
+    monkeypatch.setattr(compiled, "_told", [])
+    return []
+
+
+def compiler_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "gcc").write_text(f"#!/bin/sh\n{does}\n")
+    (folder / "gcc").chmod(0o755)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: str(folder / name))
+
+
+def test_a_missing_compiler_is_told_once_with_what_to_do(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    for macro in ("-DONE", "-DTWO"):
+        assert compiled.library(products.SOURCE, macro) is None
+        compiled.tell_why_none(told.append)
+    [line] = told
+    assert line.endswith("there is no C compiler; install gcc 9 or newer")
+
+
+def test_what_a_compiler_complains_of_is_told(told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler_that("echo 'note: hm' >&2; echo 'x.c:1: error: no such builtin' >&2; exit 1", tmp_path, monkeypatch)
+    assert compiled.library(products.SOURCE, "-DREFUSED") is None
+    compiled.tell_why_none(told.append)
+    assert "(x.c:1: error: no such builtin); install gcc" in told[0]
+    assert "\n" not in told[0]
+
+
+def test_a_library_that_cannot_be_loaded_is_told(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a folder that is mounted noexec."""
+
+    def refused(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(compiled.ctypes, "CDLL", refused)
+    assert compiled.library(products.SOURCE, "-DNOEXEC") is None
+    compiled.tell_why_none(told.append)
+    assert "failed to map segment" in told[0]
+    assert "set TMPDIR" in told[0]
+
+
+def test_nothing_is_told_where_all_compiles_or_nothing_can_be_done(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiled.library(products.SOURCE, "-DFINE") is not None
+    monkeypatch.setattr(compiled, "_threads_of_torch", lambda: None)
+    assert compiled.library(products.SOURCE, "-DOTHER_THREADS") is None
+    compiled.tell_why_none(told.append)
+    assert not told
+
+
+def mapped(*paths: str) -> str:
+    return "".join(f"7f00-7f01 r-xp 00000000 08:01 12  {path}\n" for path in paths) + "7f02-7f03 rw-p 00000000 00:00 0\n"
+
+
+def test_torchs_own_threads_are_found_among_those_of_others() -> None:
+    package, own = Path("/env/torch"), "/env/torch/lib/libgomp.so.1"
+    others = ("/env/scikit_learn.libs/libgomp-a34b.so.1.0.0", "/home/libgomp-notes/weights.safetensors")
+    assert compiled._own_library(mapped(own, *others), package) == Path(own)
+    assert compiled._own_library(mapped("/env/torch.libs/libgomp-98df.so.1"), package) == Path(
+        "/env/torch.libs/libgomp-98df.so.1"
+    )
+    assert compiled._own_library(mapped("/usr/lib/libgomp.so.1", others[1]), package) == Path("/usr/lib/libgomp.so.1")
+    assert compiled._own_library(mapped("/usr/lib/libgomp.so.1", others[0]), package) is None
+    assert compiled._own_library(mapped(), package) is None
+
+
+def test_where_there_is_no_folder_to_compile_in_that_is_told(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> str:
+        raise FileNotFoundError("no usable temporary directory found")
+
+    monkeypatch.setattr(compiled.tempfile, "gettempdir", refused)
+    assert compiled.library(products.SOURCE, "-DNOWHERE") is None
+    compiled.tell_why_none(told.append)
+    assert "set TMPDIR" in told[0]
+
+
+def test_an_interrupt_from_the_terminal_does_not_reach_the_compiler(
+    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end it, and the run would go on without what it compiles."""
+    compiler_that(f"cut -d' ' -f6 /proc/$$/stat > {tmp_path}/session; exit 1", tmp_path, monkeypatch)
+    assert compiled.library(products.SOURCE, "-DSESSION") is None
+    assert int((tmp_path / "session").read_text()) != os.getsid(0)
