@@ -1,4 +1,5 @@
-"""C compiled where it runs, by the system's gcc, for the CPU it runs on: a third of a second, so that nothing is kept.
+"""C compiled where it runs, by the system's gcc, for the CPU it runs on: a second in all, once for a user and a machine. What
+it came to is kept in the user's cache (`$XDG_CACHE_HOME/redline`), under a name that says of what, by what and for what.
 
 It computes with the threads that torch computes with: two sets of them would wait for each other's cores. So it is linked to
 the OpenMP library that torch has brought, GNU's, for which clang does not compile; where that cannot be done there is no such
@@ -8,6 +9,8 @@ library.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +30,8 @@ FLAGS = (
 """Sums are taken in the order that is written: where the compiler may choose it, that of a row may depend on the company, and
 more of them are under way than there are registers. Moving instructions before registers are assigned takes too many, too."""
 COMPILE_S = 60.0
+MOST_KEPT = 64
+"""Files, of which the oldest go."""
 INSTALL = "install gcc 9 or newer"
 ELSEWHERE = "set TMPDIR to a folder with room that programs may be run from"
 
@@ -46,11 +51,17 @@ def library(source: Path, *macros: str) -> ctypes.CDLL | None:
         _why_none.append(f"there is no C compiler; {INSTALL}")
         return None
     try:
+        kept = _place(_name(compiler, threads, source, macros))
+        if kept is not None and (before := _loaded(kept)) is not None:
+            return before
         with tempfile.TemporaryDirectory(prefix="redline-") as folder:
             compiled, linked = Path(folder) / "compiled.o", Path(folder) / "linked.so"
             _run(compiler, *FLAGS, *macros, "-c", str(source), "-o", str(compiled))
             _run(compiler, "-shared", str(compiled), str(threads), "-lm", "-Wl,--no-undefined", "-o", str(linked))
-            return ctypes.CDLL(str(linked))  # stays when the file is gone
+            found = ctypes.CDLL(str(linked))  # stays when the file is gone
+            if kept is not None:
+                _keep(linked, kept)
+            return found
     except subprocess.SubprocessError as error:
         reason = _reason(error)
         fix = ELSEWHERE if "No space left" in reason else INSTALL
@@ -65,6 +76,61 @@ def tell_why_none(tell: Callable[[str], None]) -> None:
     if _why_none and not _told:
         _told.append(_why_none[0])
         tell(f"decode steps take up to three times as long as they could on this CPU: {_why_none[0]}")
+
+
+# ── what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _name(compiler: str, threads: Path, source: Path, macros: tuple[str, ...]) -> str:
+    """Another one for everything that the result depends on."""
+    about, file = hashlib.sha256(), os.stat(compiler)
+    for text in (source, *sorted(source.parent.glob("*.h"))):
+        about.update(text.read_bytes())
+    about.update(repr((FLAGS, macros, os.path.realpath(compiler), file.st_size, file.st_mtime_ns, str(threads))).encode())
+    about.update(_cpu().encode())
+    return f"{source.stem}-{about.hexdigest()[:24]}.so"
+
+
+@cache
+def _cpu() -> str:
+    """What `-march=native` goes by."""
+    told = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
+    return "\n".join(
+        line for line in told if line.split("\t")[0] in ("model name", "flags", "Features", "CPU part", "vendor_id")
+    )
+
+
+def _place(name: str) -> Path | None:
+    """Where to keep it; None where there is no folder that is the user's alone."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        return None
+    return folder / name if about.st_uid == os.geteuid() and not about.st_mode & 0o022 else None
+
+
+def _loaded(kept: Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(kept)) if kept.exists() else None
+    except OSError:  # damaged, or nothing may be run from there
+        return None
+
+
+def _keep(linked: Path, kept: Path) -> None:
+    """All of it or nothing: others may load it at this moment."""
+    beside = kept.with_suffix(f".{os.getpid()}")
+    try:
+        shutil.copyfile(linked, beside)
+        beside.replace(kept)
+        for old in sorted(kept.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
+            old.unlink(missing_ok=True)
+    except OSError:  # it is compiled again next time
+        beside.unlink(missing_ok=True)
+
+
+# ── the compiler ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _run(*command: str) -> None:

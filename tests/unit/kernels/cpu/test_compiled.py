@@ -37,6 +37,12 @@ def test_each_compiles_it_without_a_warning(compiler: str, vectors: tuple[str, .
     assert not made.returncode, made.stderr
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "redline"
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """As in a process that has compiled nothing yet."""
@@ -124,3 +130,74 @@ def test_an_interrupt_from_the_terminal_does_not_reach_the_compiler(
     compiler_that(f"cut -d' ' -f6 /proc/$$/stat > {tmp_path}/session; exit 1", tmp_path, monkeypatch)
     assert compiled.library(products.SOURCE, "-DSESSION") is None
     assert int((tmp_path / "session").read_text()) != os.getsid(0)
+
+
+# ── what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the compiler was asked to do, each time as in a new process."""
+    if compiled.library(products.SOURCE) is None:
+        pytest.skip("no compiler here, or torch computes with other threads")
+    asked, run = [], compiled._run
+    monkeypatch.setattr(compiled, "_run", lambda *command: (asked.append(command[-1]), run(*command)))
+    return asked
+
+
+def compiled_anew(*macros: str) -> bool:
+    compiled.library.cache_clear()
+    return compiled.library(products.SOURCE, *macros) is not None
+
+
+def test_the_next_process_finds_what_this_one_compiled(commands: list[str], own_cache: Path) -> None:
+    assert compiled_anew("-DKEPT")
+    assert len(commands) == 2, "compiled and linked"
+    assert compiled_anew("-DKEPT")
+    assert len(commands) == 2
+    assert compiled_anew("-DOTHER")
+    assert len(commands) == 4
+    assert {file.suffix for file in own_cache.iterdir()} == {".so"}, "nothing is left but libraries"
+
+
+def test_another_cpu_and_another_source_are_compiled_for(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiled_anew("-DMINE")
+    monkeypatch.setattr(compiled, "_cpu", lambda: "another")
+    assert compiled_anew("-DMINE")
+    assert len(commands) == 4
+    names = {compiled._name("/bin/sh", Path("libgomp"), source, ()) for source in (products.SOURCE, draws.SOURCE)}
+    assert len(names) == 2
+
+
+def test_a_damaged_file_is_compiled_again(commands: list[str], own_cache: Path) -> None:
+    assert compiled_anew("-DDAMAGED")
+    for file in own_cache.iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    assert compiled_anew("-DDAMAGED")
+    assert len(commands) == 4
+    assert compiled_anew("-DDAMAGED")
+    assert len(commands) == 4
+
+
+def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(commands: list[str], own_cache: Path) -> None:
+    own_cache.chmod(0o777)
+    before = set(own_cache.iterdir())
+    for count in (2, 4):
+        assert compiled_anew("-DSHARED")
+        assert len(commands) == count
+    assert set(own_cache.iterdir()) == before
+
+
+def test_without_a_home_it_is_compiled_each_time(commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for count in (2, 4):
+        assert compiled_anew("-DHOMELESS")
+        assert len(commands) == count
+
+
+def test_the_oldest_go(commands: list[str], own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_KEPT", 2)
+    for number in range(3):
+        assert compiled_anew(f"-DNUMBER={number}")
+    assert len(list(own_cache.iterdir())) == 2
