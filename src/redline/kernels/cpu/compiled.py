@@ -1,5 +1,5 @@
 """C compiled where it runs, by the system's gcc, for the CPU it runs on: a second in all, once for a user and a machine. What
-it came to is kept in the user's cache (`$XDG_CACHE_HOME/redline`), under a name that says of what, by what and for what.
+it came to is kept in the user's cache (`$XDG_CACHE_HOME/redline/kernels`), by a name that says of what, by what and for what.
 
 It computes with the threads that torch computes with: two sets of them would wait for each other's cores. So it is linked to
 the OpenMP library that torch has brought, GNU's, for which clang does not compile; where that cannot be done there is no such
@@ -103,7 +103,7 @@ def _cpu() -> str:
 def _place(name: str) -> Path | None:
     """Where to keep it; None where there is no folder that is the user's alone."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
     except (OSError, RuntimeError):  # no home, or one that cannot be written

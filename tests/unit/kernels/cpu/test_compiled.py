@@ -40,7 +40,7 @@ def test_each_compiles_it_without_a_warning(compiler: str, vectors: tuple[str, .
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "redline"
+    return tmp_path / "cache" / "redline" / "kernels"
 
 
 @pytest.fixture
