@@ -256,10 +256,12 @@ class CudaRunner(Runner):
         few_rows = self._few_rows if slots_B is None else None
         if few_rows is not None and len(rows_B) > few_rows.most_rows:
             few_rows = None
-        if few_rows is not None and self._one_launch is not None and len(rows_B) <= FEWEST_ROWS and max_groups != GUESSING:
-            lines_B = self._rows32_B[: len(rows_B)]
-            return self._one_launch.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN)
-        if max_groups == GUESSING:
+        is_guessing = max_groups == GUESSING
+        if few_rows is not None and self._one_launch is not None and len(rows_B) <= FEWEST_ROWS:
+            lines_B = rows_B.int() if is_guessing else self._rows32_B[: len(rows_B)]
+            ahead_B = self._laid_out[-1, : len(rows_B)] if is_guessing else None
+            return self._one_launch.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN, ahead_B)
+        if is_guessing:
             attend = self._guessing_attention(rows_B, inputs.positions_B, few_rows)
         else:
             attend = self._decode_attention(max_groups, inputs.positions_B, few_rows)

@@ -254,3 +254,27 @@ def test_what_was_guessed_is_scored_as_what_was_not(
     assert steps[2] < plain.stats.decode_steps / 2, (steps, plain.stats.decode_steps)
     same = sum(one in expected for one in tokens(found))
     assert same >= share * len(expected), f"{same} of {len(expected)} are the same"
+
+
+def test_what_one_launch_guesses_is_scored_as_what_it_does_not(tmp_path: Path) -> None:
+    """A network of the smallest shape that it serves, whose steps with and without guesses are one launch each."""
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 4}
+    shape = llama(hidden_size=448, intermediate_size=1088, vocab_size=136, max_position_embeddings=640, **heads)
+    oracle = write_model(tmp_path, shape, seed=5, std=0.1)
+    config = EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**25, speculation="always")
+    engine = NativeEngine(load_decoder(tmp_path, "cuda", torch.bfloat16), config)
+    launches = engine._awake._one_launch  # type: ignore[attr-defined]
+    if launches is None:
+        pytest.skip("the kernel is for Hopper")
+    drawn, calls, logits = np.random.default_rng(2), [], launches.logits
+    launches.logits = lambda *given: calls.append(given[-1] is not None) or logits(*given)  # type: ignore[func-returns-value]
+    asked = [
+        GenerateRequest(drawn.integers(2, 136, length).astype(np.int32), SamplingParams(max_tokens=48, seed=length))
+        for length in (5, 31, 70, 200, 520)
+    ]
+    for _ in range(3):
+        for request in asked:
+            assert_scored(oracle, request, engine.generate([request])[0][0])
+    assert any(calls), "no step that guesses was one launch"
+    stats = engine.stats
+    assert stats.accepted_tokens > stats.drafted_tokens / 4, stats
