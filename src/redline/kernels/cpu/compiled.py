@@ -32,6 +32,9 @@ more of them are under way than there are registers. Moving instructions before 
 COMPILE_S = 60.0
 MOST_KEPT = 64
 """Files, of which the oldest go."""
+DIGEST = hashlib.sha256().digest_size
+CPU_FACTS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features", "features", "isa")
+"""Lines of /proc/cpuinfo, under the names that each architecture has for them."""
 INSTALL = "install gcc 9 or newer"
 ELSEWHERE = "set TMPDIR to a folder with room that programs may be run from"
 
@@ -95,9 +98,7 @@ def _name(compiler: str, threads: Path, source: Path, macros: tuple[str, ...]) -
 def _cpu() -> str:
     """What `-march=native` goes by."""
     told = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
-    return "\n".join(
-        line for line in told if line.split("\t")[0] in ("model name", "flags", "Features", "CPU part", "vendor_id")
-    )
+    return "\n".join(line for line in told if line.split("\t")[0].strip() in CPU_FACTS)
 
 
 def _place(name: str) -> Path | None:
@@ -112,22 +113,31 @@ def _place(name: str) -> Path | None:
 
 
 def _loaded(kept: Path) -> ctypes.CDLL | None:
+    """None where it is not there, or not as it was written: a process that maps a library which was cut short dies of it."""
     try:
-        return ctypes.CDLL(str(kept)) if kept.exists() else None
-    except OSError:  # damaged, or nothing may be run from there
+        content = kept.read_bytes()
+        return ctypes.CDLL(str(kept)) if content[-DIGEST:] == _digest(content[:-DIGEST]) else None
+    except OSError:  # nothing may be run from there
         return None
 
 
 def _keep(linked: Path, kept: Path) -> None:
-    """All of it or nothing: others may load it at this moment."""
-    beside = kept.with_suffix(f".{os.getpid()}")
+    """All of it or nothing, with its digest behind it, which no loader looks at: others may load it at this moment."""
+    beside = None
     try:
-        shutil.copyfile(linked, beside)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, prefix=kept.stem, suffix=".part", delete=False) as file:
+            beside, content = Path(file.name), linked.read_bytes()
+            file.write(content + _digest(content))
         beside.replace(kept)
-        for old in sorted(kept.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
+        for old in sorted(kept.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
             old.unlink(missing_ok=True)
     except OSError:  # it is compiled again next time
-        beside.unlink(missing_ok=True)
+        if beside is not None:
+            beside.unlink(missing_ok=True)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 # ── the compiler ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,10 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -169,17 +173,68 @@ def test_another_cpu_and_another_source_are_compiled_for(commands: list[str], mo
     assert len(names) == 2
 
 
-def test_a_damaged_file_is_compiled_again(commands: list[str], own_cache: Path) -> None:
-    assert compiled_anew("-DDAMAGED")
-    for file in own_cache.iterdir():
-        file.write_bytes(file.read_bytes()[:100])
-    assert compiled_anew("-DDAMAGED")
-    assert len(commands) == 4
-    assert compiled_anew("-DDAMAGED")
-    assert len(commands) == 4
+LOADS = f"""
+from pathlib import Path
+from redline.kernels.cpu import compiled
+assert compiled.library(Path({str(products.SOURCE)!r})).product
+"""
+
+
+def loaded_by_a_new_process() -> int:
+    return subprocess.run([sys.executable, "-c", LOADS], check=False, capture_output=True).returncode
+
+
+def cut_short(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def with_a_hole(content: bytes) -> bytes:
+    return content[:4096] + bytes(4096) + content[8192:]
+
+
+def of_another(content: bytes) -> bytes:
+    """A library without our functions."""
+    threads = compiled._threads_of_torch()
+    assert threads is not None
+    return threads.read_bytes()
+
+
+@pytest.mark.parametrize("damage", [cut_short, with_a_hole, of_another])
+def test_a_file_that_is_not_as_it_was_written_is_compiled_again(
+    commands: list[str], own_cache: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    """Loading one ends the process. The loader sees by itself that a file is far too short, and no more."""
+    assert loaded_by_a_new_process() == 0
+    [kept] = own_cache.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(damage(whole))
+    assert loaded_by_a_new_process() == 0
+    assert kept.read_bytes() == whole
+
+
+def test_threads_that_compile_at_once_leave_one_whole_file(
+    commands: list[str], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As several engines of a process do. Each has written when the first of them goes on."""
+    linked, wait = own_cache.parent / "linked.so", threading.Barrier(4)
+    kept = compiled._place("kept.so")
+    assert kept is not None
+    linked.write_bytes(bytes(100_000))
+    replace = Path.replace
+
+    def replaced(self: Path, target: Path) -> Path:
+        wait.wait(timeout=10)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: compiled._keep(linked, kept), range(4)))
+    assert [file.name for file in own_cache.iterdir()] == ["kept.so"]
+    assert kept.read_bytes()[: -compiled.DIGEST] == linked.read_bytes()
 
 
 def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(commands: list[str], own_cache: Path) -> None:
+    own_cache.mkdir(parents=True, exist_ok=True)
     own_cache.chmod(0o777)
     before = set(own_cache.iterdir())
     for count in (2, 4):
