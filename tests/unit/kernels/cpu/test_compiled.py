@@ -6,18 +6,20 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.forks import FORKS
 
 from redline.kernels.cpu import compiled, draws, products, steps
 from redline.kernels.cpu.compiled import FLAGS
 
-GCCS = [name for name in ("gcc", *(f"gcc-{version}" for version in range(9, 17))) if shutil.which(name)]
+NAMES = ("gcc", *(f"gcc-{version}" for version in range(9, 17)))
+GCCS = {os.path.realpath(path): name for name in reversed(NAMES) if (path := shutil.which(name))}
+"""Each once: `gcc` is mostly another name of one of them."""
 SOURCES = {
     "products": [products.SOURCE],
     "draws": [draws.SOURCE],
@@ -27,7 +29,7 @@ SOURCES = {
 VECTORS = [(), ("-mno-avx512f",), ("-mno-avx",)] if platform.machine() == "x86_64" else [()]
 
 
-@pytest.mark.parametrize("compiler", GCCS)
+@pytest.mark.parametrize("compiler", GCCS.values())
 @pytest.mark.parametrize("vectors", VECTORS, ids=str)
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_compiles_it_without_a_warning(compiler: str, vectors: tuple[str, ...], source: str, tmp_path: Path) -> None:
@@ -48,6 +50,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Of a few lines: how it is compiled and kept is the same for all."""
+    (tmp_path / "source").mkdir()
+    file = tmp_path / "source" / "small.c"
+    file.write_text("#include <omp.h>\n#include <math.h>\ndouble root(void) { return sqrt(omp_get_max_threads()); }\n")
+    return file
+
+
+@pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """As in a process that has compiled nothing yet."""
     if compiled.library(products.SOURCE) is None:
@@ -63,40 +74,46 @@ def compiler_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compiled.shutil, "which", lambda name: str(folder / name))
 
 
-def test_a_missing_compiler_is_told_once_with_what_to_do(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_told_once_with_what_to_do(
+    source: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     for macro in ("-DONE", "-DTWO"):
-        assert compiled.library(products.SOURCE, macro) is None
+        assert compiled.library(source, macro) is None
         compiled.tell_why_none(told.append)
     [line] = told
     assert line.endswith("there is no C compiler; install gcc 9 or newer")
 
 
-def test_what_a_compiler_complains_of_is_told(told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_compiler_complains_of_is_told(
+    source: Path, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler_that("echo 'note: hm' >&2; echo 'x.c:1: error: no such builtin' >&2; exit 1", tmp_path, monkeypatch)
-    assert compiled.library(products.SOURCE, "-DREFUSED") is None
+    assert compiled.library(source, "-DREFUSED") is None
     compiled.tell_why_none(told.append)
     assert "(x.c:1: error: no such builtin); install gcc" in told[0]
     assert "\n" not in told[0]
 
 
-def test_a_library_that_cannot_be_loaded_is_told(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_loaded_is_told(source: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As from a folder that is mounted noexec."""
 
     def refused(path: str) -> None:
         raise OSError(f"{path}: failed to map segment from shared object")
 
     monkeypatch.setattr(compiled.ctypes, "CDLL", refused)
-    assert compiled.library(products.SOURCE, "-DNOEXEC") is None
+    assert compiled.library(source, "-DNOEXEC") is None
     compiled.tell_why_none(told.append)
     assert "failed to map segment" in told[0]
     assert "set TMPDIR" in told[0]
 
 
-def test_nothing_is_told_where_all_compiles_or_nothing_can_be_done(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiled.library(products.SOURCE, "-DFINE") is not None
+def test_nothing_is_told_where_all_compiles_or_nothing_can_be_done(
+    source: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled.library(source, "-DFINE") is not None
     monkeypatch.setattr(compiled, "_threads_of_torch", lambda: None)
-    assert compiled.library(products.SOURCE, "-DOTHER_THREADS") is None
+    assert compiled.library(source, "-DOTHER_THREADS") is None
     compiled.tell_why_none(told.append)
     assert not told
 
@@ -117,22 +134,24 @@ def test_torchs_own_threads_are_found_among_those_of_others() -> None:
     assert compiled._own_library(mapped(), package) is None
 
 
-def test_where_there_is_no_folder_to_compile_in_that_is_told(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_folder_to_compile_in_that_is_told(
+    source: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused() -> str:
         raise FileNotFoundError("no usable temporary directory found")
 
     monkeypatch.setattr(compiled.tempfile, "gettempdir", refused)
-    assert compiled.library(products.SOURCE, "-DNOWHERE") is None
+    assert compiled.library(source, "-DNOWHERE") is None
     compiled.tell_why_none(told.append)
     assert "set TMPDIR" in told[0]
 
 
 def test_an_interrupt_from_the_terminal_does_not_reach_the_compiler(
-    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would end it, and the run would go on without what it compiles."""
     compiler_that(f"cut -d' ' -f6 /proc/$$/stat > {tmp_path}/session; exit 1", tmp_path, monkeypatch)
-    assert compiled.library(products.SOURCE, "-DSESSION") is None
+    assert compiled.library(source, "-DSESSION") is None
     assert int((tmp_path / "session").read_text()) != os.getsid(0)
 
 
@@ -149,39 +168,46 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def compiled_anew(*macros: str) -> bool:
-    compiled.library.cache_clear()
-    return compiled.library(products.SOURCE, *macros) is not None
+def compiled_anew(source: Path, *macros: str) -> bool:
+    return compiled.library.__wrapped__(source, *macros) is not None
 
 
-def test_the_next_process_finds_what_this_one_compiled(commands: list[str], own_cache: Path) -> None:
-    assert compiled_anew("-DKEPT")
+def test_the_next_process_finds_what_this_one_compiled(source: Path, commands: list[str], own_cache: Path) -> None:
+    assert compiled_anew(source, "-DKEPT")
     assert len(commands) == 2, "compiled and linked"
-    assert compiled_anew("-DKEPT")
+    assert compiled_anew(source, "-DKEPT")
     assert len(commands) == 2
-    assert compiled_anew("-DOTHER")
+    assert compiled_anew(source, "-DOTHER")
     assert len(commands) == 4
     assert {file.suffix for file in own_cache.iterdir()} == {".so"}, "nothing is left but libraries"
 
 
-def test_another_cpu_and_another_source_are_compiled_for(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiled_anew("-DMINE")
+def test_another_cpu_and_another_source_are_compiled_for(
+    source: Path, commands: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled_anew(source, "-DMINE")
     monkeypatch.setattr(compiled, "_cpu", lambda: "another")
-    assert compiled_anew("-DMINE")
+    assert compiled_anew(source, "-DMINE")
     assert len(commands) == 4
     names = {compiled._name("/bin/sh", Path("libgomp"), source, ()) for source in (products.SOURCE, draws.SOURCE)}
     assert len(names) == 2
 
 
-LOADS = f"""
+LOADS = """
+import os
 from pathlib import Path
 from redline.kernels.cpu import compiled
-assert compiled.library(Path({str(products.SOURCE)!r})).product
+os.environ["XDG_CACHE_HOME"] = {cache!r}
+assert compiled.library(Path({source!r})).root
 """
 
 
-def loaded_by_a_new_process() -> int:
-    return subprocess.run([sys.executable, "-c", LOADS], check=False, capture_output=True).returncode
+def loaded_by_a_new_process(source: Path) -> int | None:
+    """Its exit code. It has not compiled or loaded anything before."""
+    process = FORKS.Process(target=exec, args=(LOADS.format(cache=os.environ["XDG_CACHE_HOME"], source=str(source)), {}))
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def cut_short(content: bytes) -> bytes:
@@ -201,14 +227,14 @@ def of_another(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [cut_short, with_a_hole, of_another])
 def test_a_file_that_is_not_as_it_was_written_is_compiled_again(
-    commands: list[str], own_cache: Path, damage: Callable[[bytes], bytes]
+    source: Path, commands: list[str], own_cache: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     """Loading one ends the process. The loader sees by itself that a file is far too short, and no more."""
-    assert loaded_by_a_new_process() == 0
+    assert loaded_by_a_new_process(source) == 0
     [kept] = own_cache.iterdir()
     whole = kept.read_bytes()
     kept.write_bytes(damage(whole))
-    assert loaded_by_a_new_process() == 0
+    assert loaded_by_a_new_process(source) == 0
     assert kept.read_bytes() == whole
 
 
@@ -233,26 +259,30 @@ def test_threads_that_compile_at_once_leave_one_whole_file(
     assert kept.read_bytes()[: -compiled.DIGEST] == linked.read_bytes()
 
 
-def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(commands: list[str], own_cache: Path) -> None:
+def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(
+    source: Path, commands: list[str], own_cache: Path
+) -> None:
     own_cache.mkdir(parents=True, exist_ok=True)
     own_cache.chmod(0o777)
     before = set(own_cache.iterdir())
     for count in (2, 4):
-        assert compiled_anew("-DSHARED")
+        assert compiled_anew(source, "-DSHARED")
         assert len(commands) == count
     assert set(own_cache.iterdir()) == before
 
 
-def test_without_a_home_it_is_compiled_each_time(commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_it_is_compiled_each_time(
+    source: Path, commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for count in (2, 4):
-        assert compiled_anew("-DHOMELESS")
+        assert compiled_anew(source, "-DHOMELESS")
         assert len(commands) == count
 
 
-def test_the_oldest_go(commands: list[str], own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_go(source: Path, commands: list[str], own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MOST_KEPT", 2)
     for number in range(3):
-        assert compiled_anew(f"-DNUMBER={number}")
+        assert compiled_anew(source, f"-DNUMBER={number}")
     assert len(list(own_cache.iterdir())) == 2
