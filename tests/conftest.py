@@ -32,6 +32,13 @@ _CACHE = Path(tempfile.mkdtemp(prefix="redline-test-cache-"))
 os.environ["XDG_CACHE_HOME"] = str(_CACHE)
 
 
+def pytest_collection_finish() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
+        from support.interpreted import patch_language_once
+
+        patch_language_once()
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
 
