@@ -139,8 +139,9 @@ def test_so_it_does_where_few_rows_go_their_own_way(
     assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
 
 
-def test_so_it_does_where_many_rows_go_their_own_way(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_rows, "TUNED", True)
+@pytest.mark.parametrize("switch", ["TUNED", "OVERLAPPED"])
+def test_so_it_does_where_many_rows_go_their_own_way(switch: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_rows, switch, True)
     engine = InterpretedEngine(decoder, CONFIG)
     taken: list[int] = []
     chain = engine._awake._many_rows  # type: ignore[attr-defined]
