@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,8 +45,7 @@ REQUESTS = {
 }
 
 
-def bits(decoder: Decoder, requests: list[GenerateRequest]) -> list[tuple[list[int], bytes]]:
-    engine = NativeEngine(decoder, CONFIG)
+def bits(engine: NativeEngine, requests: list[GenerateRequest]) -> list[tuple[list[int], bytes]]:
     found = [completion for group in engine.generate(requests) for completion in group]
     return [(one.token_ids.tolist(), np.asarray(one.logprobs).tobytes()) for one in found]
 
@@ -57,17 +57,20 @@ def test_no_switch_changes_a_bit(name: str, decoder: Decoder, monkeypatch: pytes
     for tuned, overlapped in itertools.product((False, True), repeat=2):
         monkeypatch.setattr(many_rows, "TUNED", tuned)
         monkeypatch.setattr(many_rows, "OVERLAPPED", overlapped)
-        found.append(bits(decoder, REQUESTS[name]))
+        found.append(bits(NativeEngine(decoder, CONFIG), REQUESTS[name]))
     assert all(one == found[0] for one in found[1:])
 
 
 @pytest.mark.gpu
-def test_texts_that_are_guessed_change_no_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, found = [ask(7, 60, 20, n=48)], []
+def test_steps_that_guess_change_no_bit_either(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, found = replace(ask(7, 60, 20, n=48), task="7"), []
+    [known] = NativeEngine(decoder, CONFIG).generate([request])
     for switched_on in (False, True):
         monkeypatch.setattr(many_rows, "TUNED", switched_on)
         monkeypatch.setattr(many_rows, "OVERLAPPED", switched_on)
         engine = NativeEngine(decoder, CONFIG.model_copy(update={"speculation": "always"}))
-        [group] = engine.generate(requests)
-        found.append([(one.token_ids.tolist(), np.asarray(one.logprobs).tobytes()) for one in group])
+        for one in known:
+            engine.remember("7", np.concatenate([request.prompt_ids, one.token_ids]))
+        found.append(bits(engine, [request]))
+        assert engine.stats.drafted_tokens > 0
     assert found[0] == found[1]
