@@ -147,21 +147,23 @@ class _Profiler:
 
     def __init__(self, kill_at: Point | None) -> None:
         self._kill_at = kill_at
-        self._sections: dict[CodeType, str | None] = {}
+        self._sections: dict[int, tuple[CodeType, str | None]] = {}
+        """By `id`, with the code that has it: to hash a code takes longer than most calls."""
         self._deeds = os.open(DEEDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.calls: Counter[str] = Counter()
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if event not in ("call", "c_call"):
+        if event != "call" and event != "c_call":
             return
         code = frame.f_code
-        if code not in self._sections:
-            self._sections[code] = _section(Path(code.co_filename))
-        section = self._sections[code]
+        known = self._sections.get(id(code))
+        if known is None:
+            known = self._sections[id(code)] = code, _section(Path(code.co_filename))
+        section = known[1]
         if section is None:
             return
-        self.calls[section] += 1
-        if self._kill_at is not None and self._kill_at == Point(section, self.calls[section]):
+        count = self.calls[section] = self.calls[section] + 1
+        if self._kill_at is not None and self._kill_at.section == section and self._kill_at.count == count:
             os.kill(os.getpid(), signal.SIGKILL)
         if event == "call":
             self._write_down(code, frame)

@@ -90,6 +90,7 @@ def _run(arguments: Sequence[str], cwd: Path, environ: dict[str, str], stdout: P
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
+    sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     sys.stdout, sys.stderr = _opened(stdout, 1), _opened(stderr, 2)
     sys.argv = ["redline", *arguments]

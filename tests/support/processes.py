@@ -83,7 +83,7 @@ def redline(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None
         )
     with tempfile.TemporaryDirectory() as folder:
         outputs = Path(folder, "stdout"), Path(folder, "stderr")
-        process = Forked([str(argument) for argument in arguments], cwd, _environment(None), *outputs)
+        process = Forked([str(argument) for argument in arguments], cwd, _environment(env), *outputs)
         try:
             process.wait(TIMEOUT_S)
         finally:
@@ -96,13 +96,17 @@ def _environment(env: dict[str, str] | None) -> dict[str, str]:
     return os.environ | {"NO_COLOR": "1"} | (env or {})
 
 
+FORKED = ("train", "env", "serve", "doctor", "report", "show")
+"""Verbs that start no process that is to be as itself."""
+
+
 def _may_be_forked(arguments: Sequence[str | Path], env: dict[str, str] | None) -> bool:
     """Whether a process that has imported everything before will do: not where the environment of the imports is another, or
     the process starts others that are to be as itself."""
     if sys.platform != "linux":  # macOS allows no fork of what has loaded torch
         return False
     is_placed = any(str(argument).startswith(("placement.", "tensor_parallel_size")) for argument in arguments)
-    return not env and str(arguments[0]) in ("train", "env", "serve") and not is_placed
+    return not (env or {}).keys() - {"PYTHONDONTWRITEBYTECODE"} and str(arguments[0]) in FORKED and not is_placed
 
 
 def succeed(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
