@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from redline.errors import ConfigError
-from redline.lab.bench.handover import handing_over
+from redline.lab.bench.cases import serialize
+from redline.lab.bench.handover import Handover, handing_over
 from redline.lab.bench.run import bench
 from redline.lab.bench.settings import SerializeSettings, make_settings
 from redline.lab.bench.table import render
@@ -73,29 +75,34 @@ def test_a_run_ends_in_a_document_with_bounds_and_peers() -> None:
     assert "48: first batch" in output.getvalue()
 
 
-def test_a_batch_arrives_in_this_process_and_in_another_on_every_route() -> None:
+@pytest.fixture(scope="module")
+def handover() -> Iterator[Handover]:
+    with handing_over() as started:
+        yield started
+
+
+def test_a_batch_arrives_in_this_process_and_in_another_on_every_route(handover: Handover) -> None:
     settings = small()
     groups = next(make_steps(make_pool(settings), 1, 4))
     attempts = [t for group in groups for t in group.trajectories]
     expected = sum(int(t.token_ids.sum()) + int(t.loss_mask.sum()) for t in attempts)
     expected += round(float(np.concatenate([t.logprobs for t in attempts]).sum()))
-    with handing_over() as handover:
-        for name in ("redline", *installed()):
-            for route in ("memory", "pipe", "file"):
-                handed = handover.hand(name, groups, route)
-                assert handed.checksum == expected, f"{name} by {route}"
-                assert handed.num_bytes > 0
-                assert handed.seconds > 0
-        assert not list(handover._folder.iterdir()), "nothing is left behind"
+    for name in ("redline", *installed()):
+        for route in ("memory", "pipe", "file"):
+            handed = handover.hand(name, groups, route)
+            assert handed.checksum == expected, f"{name} by {route}"
+            assert handed.num_bytes > 0
+            assert handed.seconds > 0
+    assert not list(handover._folder.iterdir()), "nothing is left behind"
 
 
-def test_the_other_process_says_when_it_cannot_go_on() -> None:
-    with handing_over() as handover:
-        handover.hand("pickle", next(make_steps(make_pool(small()), 1, 1)), "pipe")
-        handover._connection.send_bytes(b"nonsense")
-        handover._connection.send_bytes(b"")
-        with pytest.raises(EOFError):
-            handover._connection.recv_bytes()
+def test_the_other_process_says_when_it_cannot_go_on(handover: Handover) -> None:
+    """The last test that uses it."""
+    handover.hand("pickle", next(make_steps(make_pool(small()), 1, 1)), "pipe")
+    handover._connection.send_bytes(b"nonsense")
+    handover._connection.send_bytes(b"")
+    with pytest.raises(EOFError):
+        handover._connection.recv_bytes()
 
 
 @pytest.mark.slow  # the routes are tested above, the document below
@@ -114,11 +121,12 @@ def test_handing_over_is_part_of_the_document() -> None:
     assert all(len(result.samples) == 2 for result in results)
 
 
-def test_a_store_that_grows_is_compared_with_its_beginning() -> None:
-    settings = small("trajectories=2400", "group_size=8", "groups_per_step=16", "pairs=1", "peers=none", "handed_over=none")
+def test_a_store_that_grows_is_compared_with_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serialize, "WINDOW", 384)
+    settings = small("trajectories=896", "group_size=8", "groups_per_step=16", "pairs=1", "peers=none", "handed_over=none")
     results = bench("serialize", settings, Console(quiet=True)).results
     growth = results[-1]
-    assert growth.name == "2,432: growth of write"
+    assert growth.name == "896: growth of write"
     assert growth.bound.value == 1
     assert 0.2 < growth.value < 5
 

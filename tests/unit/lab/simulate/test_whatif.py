@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -24,6 +25,7 @@ CONFIG = {
 }
 
 
+@cache
 def recording(step_s: float | None = None) -> Recording:
     """A run that took what its costs say, of answers of 50 to 150 tokens."""
     draw = Random(0)
