@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def named_in(node: ast.AST) -> Iterator[str]:
         yield from named_in(child)
 
 
+@cache
 def used_by(module: str) -> set[str]:
     """Modules that this one loads, with the packages that hold them."""
     names = {*named_in(ast.parse(MODULES[module].read_text())), *STARTED.get(module, ())}
