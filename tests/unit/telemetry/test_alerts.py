@@ -74,7 +74,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_raises_its_alert_and_no_other(kind: str, seed: int, tmp_path: Path) -> None:
     assert simulated_runs.run(make_detectors(config()), STEPS, seed, tmp_path, FAULTS[kind]) == [kind]

@@ -77,7 +77,7 @@ NOISES = [{"spread": 0.01}, {"spread": 0.04, "process": 0.03}, {"spread": 0.1, "
 
 @pytest.mark.parametrize("machine", NOISES[:2])
 def test_a_side_against_itself_is_seldom_called_different(machine: dict[str, float]) -> None:
-    found = verdicts(400, **machine)
+    found = verdicts(200, **machine)
     assert share(found, "faster", "slower") <= 0.06
     assert share(found, "no different") >= 0.8
 
