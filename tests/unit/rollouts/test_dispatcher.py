@@ -24,7 +24,7 @@ from redline.errors import BrokenModelError, EngineError, TaskError
 from redline.lab.material.forced_lengths import ForcedLengths
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.models.files.tiny import tiny_tokenizer
-from redline.rollouts import Chat, Dispatcher, RolloutSetup
+from redline.rollouts import Chat, Dispatcher, RolloutSetup, dispatcher
 from redline.telemetry import Recorder, recording
 from redline.types import Delta, EngineStats, TrajectoryGroup, WeightUpdate
 
@@ -195,7 +195,10 @@ def test_a_task_that_cannot_be_made_is_a_group_of_failures_and_the_others_go_on(
     rollouts.close()
 
 
-def test_a_task_that_never_comes_holds_up_no_pause_and_no_other_group(engine: NativeEngine) -> None:
+def test_a_task_that_never_comes_holds_up_no_pause_and_no_other_group(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "PATIENCE_S", 0.5)
     begun, end = threading.Event(), threading.Event()
 
     class Hanging(FakeTasks):
