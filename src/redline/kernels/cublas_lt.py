@@ -21,8 +21,7 @@ MOST_ALGORITHMS = 32
 
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F = 68
-_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
-_ADD_BIAS = 4
+_TRANSPOSE_A, _TRANSPOSE_B = 3, 4
 _MAX_WORKSPACE, *_MIN_ALIGNMENTS = 1, 5, 6, 7, 8
 _SUCCESS = 0
 
@@ -53,9 +52,8 @@ class Matrix:
 class Product:
     """Two factors of certain shapes, whatever is in them."""
 
-    def __init__(self, left: Matrix, right: Matrix, out: torch.dtype, device: int, bias: int = 0) -> None:
-        """The products of float16 or bfloat16 are summed in float32, then rounded to `out`. `bias` is the address of a vector
-        of that type which is added to every row of the result before it is rounded, 0 for none."""
+    def __init__(self, left: Matrix, right: Matrix, out: torch.dtype, device: int) -> None:
+        """The products of float16 or bfloat16 are summed in float32, then rounded to `out`."""
         self._made: list[tuple[Any, c_void_p]] = []
         self._library, self._handle = _library(), _handle(device)
         rows = left.columns if left.transposed else left.rows
@@ -63,9 +61,6 @@ class Product:
         self._description = self._make("MatmulDesc", _COMPUTE_32F, _TYPES[torch.float32])
         self._set("MatmulDesc", self._description, _TRANSPOSE_A, c_int(right.transposed))
         self._set("MatmulDesc", self._description, _TRANSPOSE_B, c_int(left.transposed))
-        if bias:
-            self._set("MatmulDesc", self._description, _EPILOGUE, ctypes.c_uint32(_ADD_BIAS))
-            self._set("MatmulDesc", self._description, _BIAS_POINTER, c_void_p(bias))
         self._left, self._right, self._out = (
             self._make("MatrixLayout", _TYPES[dtype], c_uint64(width), c_uint64(height), c_int64(width))
             for height, width, dtype in (

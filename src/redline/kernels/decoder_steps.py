@@ -49,17 +49,14 @@ def add_rms_norm(
     return sum_TE, normed_TE
 
 
-def silu_mul(gate_up_TI: Tensor, *, early: bool = False) -> Tensor:
-    """silu(gate) · up, [T, I], from the two side by side, [T, 2 · I]. With `early` the launch begins before the one in front of
-    it has ended."""
+def silu_mul(gate_up_TI: Tensor) -> Tensor:
+    """silu(gate) · up, [T, I], from the two side by side, [T, 2 · I]."""
     assert not (torch.is_grad_enabled() and gate_up_TI.requires_grad), "the fused activation has no gradient"
     assert gate_up_TI.is_contiguous()
     T, both = gate_up_TI.shape
     out_TI = gate_up_TI.new_empty(T, both // 2)
     if T:
-        _silu_mul[(T, triton.cdiv(both // 2, SILU_BLOCK))](
-            gate_up_TI, out_TI, I=both // 2, BLOCK=SILU_BLOCK, EARLY=early, num_warps=4, **launched(early)
-        )
+        _silu_mul[(T, triton.cdiv(both // 2, SILU_BLOCK))](gate_up_TI, out_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
     return out_TI
 
 
@@ -88,10 +85,7 @@ def _add_rms_norm(x, delta, weight, x_sum, normed, eps, E: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _silu_mul(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+def _silu_mul(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < I

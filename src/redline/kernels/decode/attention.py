@@ -136,12 +136,10 @@ def decode_attention(
         groups = {"starts": batch.prefixes.starts_C, "sizes": batch.prefixes.sizes_C, "lengths": batch.prefixes.lengths_C}
         shared_prefix[(tiles, K, len(batch.prefixes.sizes_C) * batch.prefixes.num_splits)](
             queries_BHD, **groups, **rows, **cache, FIRST_PART=batch.num_splits, SPLITS=batch.prefixes.num_splits,
-            BLOCK_M=triton.next_power_of_2(batch.prefixes.max_size), BLOCK_Q=SHARED_ROWS, EARLY=early,
-            **_compiled(SHARED_TILES[D]), **launched(early),
+            BLOCK_M=triton.next_power_of_2(batch.prefixes.max_size), BLOCK_Q=SHARED_ROWS, **_compiled(SHARED_TILES[D]),
         )  # fmt: skip
     if batch.num_parts > 1 and arrived is None:
-        parts = {"SPLITS": batch.num_splits, "PARTS": batch.num_parts}
-        _merge[(B, K)](out_BHD, **rows, **parts, EARLY=early, num_warps=4, **launched(early))
+        _merge[(B, K)](out_BHD, **rows, SPLITS=batch.num_splits, PARTS=batch.num_parts, num_warps=4)
     return out_BHD
 
 
@@ -245,13 +243,10 @@ def _decode(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["B"])
 def _merge(  # type: ignore[no-untyped-def]
     out, positions, prefixes, peaks, totals, sums, B,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Finish the softmax of one row and one key/value head. The first part holds the new token, so its peak is finite; a later
     one that found no tokens has a peak of -inf and adds nothing."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     G: tl.constexpr = H // K
     BLOCK_Q: tl.constexpr = triton.next_power_of_2(G)
     row, kv_head = tl.program_id(0), tl.program_id(1)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from redline.kernels.decode.paged_softmax import attend, pages, split_bounds
 
@@ -39,12 +38,9 @@ def shared_prefix(  # type: ignore[no-untyped-def]
     queries, starts, sizes, lengths, positions, prefixes, peaks, totals, sums, B,
     keys, values, scale, rows, block_table, table_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, FIRST_PART: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Parts `FIRST_PART` and on of a group's rows: one tile of its query heads, one key/value head, one split of the prefix."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     G: tl.constexpr = H // K
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     group, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS

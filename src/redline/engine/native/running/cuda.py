@@ -19,11 +19,9 @@ from redline.engine.native.cache.attention import Runs
 from redline.engine.native.cache.blocks import SCRATCH_BLOCK
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import MAX_SIZE, Prefixes
-from redline.engine.native.running.chain import Chain
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.graphs import GraphCache, nothing_collected
-from redline.engine.native.running.many_rows import ManyRows
 from redline.engine.native.running.prompts import CapturedPrompts, PromptAttention, Prompts
 from redline.engine.native.running.runner import Decoding, Runner, Samples
 from redline.engine.native.running.sampler import Sampled
@@ -78,14 +76,14 @@ class PagedDecodeAttention:
         cache: KVCache,
         rotary: Tensor,
         batch: DecodeBatch,
-        chain: Chain | None = None,
+        few_rows: FewRows | None = None,
         slots_B: Tensor | None = None,
     ) -> None:
         self._cache = cache
         self._slots_B = slots_B
         self._rotary = rotary
         self._batch = batch
-        self._chain = chain
+        self._few_rows = few_rows
 
     @property
     def slots_T(self) -> Tensor:  # noqa: N802
@@ -98,12 +96,11 @@ class PagedDecodeAttention:
             places = (self._batch.positions_B.clamp(min=0), self._slots_B)
             norms, eps = _norms(layer), layer.spec.norm_eps
             rotate_and_store(heads, keys, values, *places, self._rotary, norms, eps, in_place=False)
-        own, chain = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps), self._chain
-        if chain is None:
+        own, few = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps), self._few_rows
+        if few is None:
             return decode_attention(heads, keys, values, *own)
-        is_small = isinstance(chain, FewRows) and len(heads) <= FEWEST_ROWS
-        tile = (FEW_ROWS_TILES if is_small else TILES)[layer.spec.head_dim]
-        return decode_attention(heads, keys, values, *own, tile, early=chain.early, arrived=chain.arrived)
+        tile = (FEW_ROWS_TILES if len(heads) <= FEWEST_ROWS else TILES)[layer.spec.head_dim]
+        return decode_attention(heads, keys, values, *own, tile, early=few.early, arrived=few.arrived)
 
 
 def slots_of(batch: DecodeBatch, page: int) -> Tensor:
@@ -161,7 +158,6 @@ class CudaRunner(Runner):
         """`Entries` of a step that guesses, in the order of its fields."""
         self._book = GuessBook.empty(MAX_SLOTS, SLOT_TOKENS, rows.dead_row + 1, device) if guesses else None
         self._few_rows = FewRows(decoder) if FewRows.serves(decoder) else None
-        self._many_rows = ManyRows.of(decoder)
         # It has the whole device until it ends: a trainer beside it would hardly come to its own.
         is_alone = self._few_rows is not None and not shares_device
         self._one_launch = one_launch_of(decoder, cache, self._rotary) if is_alone else None
@@ -220,8 +216,6 @@ class CudaRunner(Runner):
         self._step.zero_()
         self._laid_out.copy_(torch.tensor(self._filling)[:, None])
         samples = self._room_for_samples(size, wants)
-        if isinstance(chain := self._chain(size, wants), ManyRows):
-            chain.choose(size)
         self._decode_step(size, max_groups, wants, samples)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -258,32 +252,28 @@ class CudaRunner(Runner):
 
     def _logits(self, rows_B: Tensor, inputs: StepInputs, max_groups: int, wants: Wants) -> Tensor:
         """[B, V]."""
-        chain, is_guessing = self._chain(len(rows_B), wants), max_groups == GUESSING
-        if isinstance(chain, FewRows) and self._one_launch is not None and len(rows_B) <= FEWEST_ROWS:
+        slots_B = self.rows.adapter_slots(rows_B, wants)
+        few_rows = self._few_rows if slots_B is None else None
+        if few_rows is not None and len(rows_B) > few_rows.most_rows:
+            few_rows = None
+        is_guessing = max_groups == GUESSING
+        if few_rows is not None and self._one_launch is not None and len(rows_B) <= FEWEST_ROWS:
             lines_B = rows_B.int() if is_guessing else self._rows32_B[: len(rows_B)]
             ahead_B = self._laid_out[-1, : len(rows_B)] if is_guessing else None
             return self._one_launch.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN, ahead_B)
         if is_guessing:
-            attend = self._guessing_attention(rows_B, inputs.positions_B, chain)
+            attend = self._guessing_attention(rows_B, inputs.positions_B, few_rows)
         else:
-            attend = self._decode_attention(max_groups, inputs.positions_B, chain)
-        if chain is not None:
-            return chain.logits(inputs.tokens_B, attend)
-        slots_B = self.rows.adapter_slots(rows_B, wants)
+            attend = self._decode_attention(max_groups, inputs.positions_B, few_rows)
+        if few_rows is not None:
+            return few_rows.logits(inputs.tokens_B, attend)
         return self._decoder.logits(self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B))
 
-    def _chain(self, size: int, wants: Wants) -> Chain | None:
-        """Who takes a step of so many rows; None where it goes through the decoder."""
-        if wants.lora:
-            return None
-        few_rows = self._few_rows
-        return few_rows if few_rows is not None and size <= few_rows.most_rows else self._many_rows
-
-    def _decode_attention(self, max_groups: int, positions_B: Tensor, chain: Chain | None) -> PagedDecodeAttention:
+    def _decode_attention(self, max_groups: int, positions_B: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
         size, max_tokens = len(positions_B), self.rows.tables_RN.shape[1] * self.cache.block_size
         prefixes = self._shared_prefixes(max_groups, size, max_tokens) if max_groups else None
         batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, self._splits(size), prefixes)
-        return PagedDecodeAttention(self.cache, self._rotary, batch, chain)
+        return PagedDecodeAttention(self.cache, self._rotary, batch, few_rows)
 
     def _splits(self, size: int) -> int:
         spec, max_tokens = self._decoder.spec, self.rows.tables_RN.shape[1] * self.cache.block_size
@@ -354,10 +344,10 @@ class CudaRunner(Runner):
         parts = (sampled.tokens_B, sampled.logprobs_B)
         end_guessing(rows, book, entries, parts, self._launched_R, (samples.tokens_SB, samples.logprobs_SB))
 
-    def _guessing_attention(self, rows_T: Tensor, positions_T: Tensor, chain: Chain | None) -> PagedDecodeAttention:
+    def _guessing_attention(self, rows_T: Tensor, positions_T: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
         batch = DecodeBatch(positions_T, rows_T.int(), self.rows.tables_RN, self._splits(len(rows_T)))
         slots_T = slots_of(batch, self.cache.block_size)
-        return PagedDecodeAttention(self.cache, self._rotary, batch, chain, slots_T)
+        return PagedDecodeAttention(self.cache, self._rotary, batch, few_rows, slots_T)
 
     # ── memory that steps share ────────────────────────────────────────────────────────────────────────────────────────
 

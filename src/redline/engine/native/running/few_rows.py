@@ -1,29 +1,32 @@
-"""A decode step of few rows through the network: in one launch, or in few that overlap.
+"""A decode step of few rows through the network, as `Decoder.forward` does it: in one launch, or in few that overlap.
 
-Each arrow of the chain is a programmatic dependent launch (`kernels/decode/few_rows.py`), or the next phase of the one launch
+    x, delta ─► norm ─► qkv ─► attention ─► o ─► norm ─► gate, up, silu ─► down ─► the next layer
+
+Each arrow is a programmatic dependent launch (`kernels/decode/few_rows.py`), or the next phase of the one launch
 (`kernels/decode/one_launch.py`). The weights are read where the decoder has them.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from redline.engine.native.cache.kv_cache import KVCache
-from redline.engine.native.running.chain import Chain
 from redline.kernels.decode import one_launch
 from redline.kernels.decode.few_rows import FEWEST_ROWS, MOST_ROWS, can_overlap, make_room, product
-from redline.models.decoder import Decoder, DecoderLayer
+from redline.kernels.decoder_steps import add_rms_norm
+from redline.models.decoder import Decoder, DecoderLayer, FusedAttend
 
 WIDE = 2048
 """Hidden units from which on weights take so long to come that nothing is won beyond one tile of rows."""
 
 
-class FewRows(Chain):
-    """Steps of at most `most_rows` rows, one at a time: the products share the room for their parts."""
+class FewRows:
+    """One step at a time: the products share the room for their parts."""
 
     def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder)
+        self._decoder = decoder
         spec, device = decoder.spec, decoder.embed.device
         layer = decoder.layers[0]
         assert isinstance(layer, DecoderLayer)
@@ -31,13 +34,31 @@ class FewRows(Chain):
         self._room = make_room([(N, K) for N, K in (weight.shape for weight in weights)], device)
         self.most_rows = MOST_ROWS if spec.hidden_size < WIDE else FEWEST_ROWS
         self.arrived = torch.zeros(self.most_rows * spec.num_kv_heads, dtype=torch.int32, device=device)
+        """What `decode_attention` counts parts with."""
         self.early = can_overlap(device)
 
-    def _product(self, x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        return product(x_BK, weight_NK, bias_N, self._room, early=self.early)
+    @staticmethod
+    def serves(decoder: Decoder) -> bool:
+        """Whether it takes this network: whole layers, without experts, and without adapters beside their projections."""
+        if decoder.spec.experts is not None:
+            return False
+        return decoder.plain_head and all(isinstance(layer, DecoderLayer) and layer.is_whole for layer in decoder.layers)
 
-    def _gated(self, x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        return product(x_BK, weight_NK, bias_N, self._room, is_gated=True, early=self.early)
+    def logits(self, tokens_B: Tensor, attend: FusedAttend) -> Tensor:
+        """[B, V] in the compute dtype, of at most `most_rows` rows."""
+        decoder, eps, room, early = self._decoder, self._decoder.spec.norm_eps, self._room, self.early
+        x_BE, delta_BE = F.embedding(tokens_B, decoder.embed), None
+        for layer in decoder.layers:
+            assert isinstance(layer, DecoderLayer)
+            x_BE, normed_BE = add_rms_norm(x_BE, delta_BE, layer.attn_norm, eps, early=early)
+            heads_BX = product(normed_BE, layer.qkv.weight, layer.qkv.bias, room, early=early)
+            out_BHD = attend.attend_fused(layer, heads_BX.view(len(tokens_B), -1, decoder.spec.head_dim))
+            attended_BE = product(out_BHD.flatten(1), layer.o.weight, layer.o.bias, room, early=early)
+            x_BE, normed_BE = add_rms_norm(x_BE, attended_BE, layer.mlp_norm, eps, early=early)
+            inner_BI = product(normed_BE, layer.gate_up.weight, layer.gate_up.bias, room, is_gated=True, early=early)
+            delta_BE = product(inner_BI, layer.down.weight, layer.down.bias, room, early=early)
+        _, normed_BE = add_rms_norm(x_BE, delta_BE, decoder.norm, eps, early=early)
+        return product(normed_BE, decoder.output_weight, None, room, early=early)
 
 
 def one_launch_of(decoder: Decoder, cache: KVCache, rotary: Tensor) -> one_launch.OneLaunch | None:

@@ -21,11 +21,10 @@ from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.cache import prefixes
 from redline.engine.native.cache.kv_cache import KVCache
-from redline.engine.native.running import many_rows, prompts
+from redline.engine.native.running import prompts
 from redline.engine.native.running.cuda import MAX_STEPS, CudaRunner, batch_sizes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows
-from redline.engine.native.running.many_rows import ManyRows
 from redline.engine.native.running.prompts import CapturedPrompts
 from redline.engine.native.running.runner import Runner, Samples
 from redline.engine.native.speculation import speculation
@@ -139,19 +138,6 @@ def test_so_it_does_where_few_rows_go_their_own_way(
     assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
 
 
-@pytest.mark.parametrize("switch", ["TUNED", "OVERLAPPED"])
-def test_so_it_does_where_many_rows_go_their_own_way(switch: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_rows, switch, True)
-    engine = InterpretedEngine(decoder, CONFIG)
-    taken: list[int] = []
-    chain = engine._awake._many_rows  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        chain, "logits", lambda tokens, attend: taken.append(len(tokens)) or ManyRows.logits(chain, tokens, attend)
-    )
-    assert_same(engine.generate(PLAIN), NativeEngine(decoder, CONFIG).generate(PLAIN))
-    assert taken
-
-
 @pytest.mark.slow
 def test_experts_of_every_token_are_recorded_where_the_kernels_put_its_keys(decoder: Decoder, tmp_path: Path) -> None:
     """Prompts, steps, dead rows that fill a batch up, and a prompt that is found again."""
@@ -169,17 +155,12 @@ def test_experts_of_every_token_are_recorded_where_the_kernels_put_its_keys(deco
                 np.testing.assert_array_equal(np.sort(other.routing.reshape(-1, 2, 3)), np.sort(one.routing.reshape(-1, 2, 3)))
 
 
-def test_rows_of_a_mixture_of_experts_go_no_way_of_their_own(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rows_of_a_mixture_of_experts_go_no_way_of_their_own(decoder: Decoder, tmp_path: Path) -> None:
     assert FewRows.serves(decoder)
     write_model(tmp_path, CONFIGS["qwen3_moe"])
     mixture = load_decoder(tmp_path)
     assert isinstance(mixture, Decoder)
     assert not FewRows.serves(mixture)
-    monkeypatch.setattr(many_rows, "TUNED", True)
-    assert ManyRows.of(decoder) is not None
-    assert ManyRows.of(mixture) is None
 
 
 def test_so_it_does_where_rows_read_their_common_beginning_once(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
