@@ -17,6 +17,7 @@ from redline.kernels.decode.one_launch import LayerTensors, OneLaunch, Shape, ma
 HALF_BILLION = Shape(896, 14, 2, 64, 4864, 151_936, 24, 64, head_norms=False)
 SMALL = Shape(256, 14, 2, 64, 1184, 1000, 5, 64, head_norms=False)
 NORMED = Shape(320, 16, 8, 128, 1088, 1000, 4, 16, head_norms=True)
+WIDER = Shape(1024, 16, 4, 64, 2816, 1000, 4, 32, head_norms=False)
 CONTEXT = 1536
 EPS = 1e-6
 
@@ -27,8 +28,8 @@ def test_what_is_served_says_so_without_a_gpu() -> None:
     assert not serves(HALF_BILLION, torch.bfloat16, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("shape", [HALF_BILLION, SMALL, NORMED])
-@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("shape", [HALF_BILLION, SMALL, NORMED, WIDER])
+@pytest.mark.parametrize("halves", [1, 2, 4])
 @pytest.mark.parametrize("has_ahead", [False, True])
 def test_the_ring_takes_what_shared_memory_has(shape: Shape, halves: int, has_ahead: bool) -> None:
     stages = macros(shape, halves, 132, has_ahead)["STAGES"]
@@ -46,13 +47,13 @@ class Network:
         E, D = shape.hidden, shape.head_dim
         H, heads = shape.heads * D, (shape.heads + 2 * shape.kv_heads) * D
         pages = CONTEXT // shape.page
-        self.table = torch.randperm(16 * pages, device="cuda").view(16, pages).int()
+        self.table = torch.randperm(32 * pages, device="cuda").view(32, pages).int()
         self.layers = [
             LayerTensors(
                 gain(E), weight(heads, E), weight(heads, 1).flatten(), weight(E, H), weight(E, 1).flatten(), gain(E),
                 weight(2 * shape.inner, E), None, weight(E, shape.inner), weight(E, 1).flatten(),
                 gain(D) if shape.head_norms else None, gain(D) if shape.head_norms else None,
-                *(torch.randn(16 * pages, shape.kv_heads, shape.page, D, device="cuda").bfloat16() for _ in range(2)),
+                *(torch.randn(32 * pages, shape.kv_heads, shape.page, D, device="cuda").bfloat16() for _ in range(2)),
             )
             for _ in range(shape.layers)
         ]  # fmt: skip
@@ -100,7 +101,7 @@ def gain(size: int) -> Tensor:
     return (1 + 0.1 * torch.randn(size, device="cuda")).bfloat16()
 
 
-@pytest.fixture(scope="module", params=[SMALL, NORMED], ids=["biases", "head norms"])
+@pytest.fixture(scope="module", params=[SMALL, NORMED, WIDER], ids=["biases", "head norms", "two chunks"])
 def network(request: pytest.FixtureRequest) -> Network:
     if not serves(request.param, torch.bfloat16, torch.device("cuda")):
         pytest.skip("the kernel is for Hopper")
@@ -108,7 +109,7 @@ def network(request: pytest.FixtureRequest) -> Network:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("longest", [1, 32, 33, 300, 1500])
 def test_a_step_is_that_of_float32(network: Network, rows: int, longest: int) -> None:
     tokens, positions, lines = places(network, rows, longest)
@@ -119,11 +120,11 @@ def test_a_step_is_that_of_float32(network: Network, rows: int, longest: int) ->
 
 @pytest.mark.gpu
 def test_a_row_is_the_same_with_any_others_and_again(network: Network) -> None:
-    tokens, positions, lines = places(network, 16, 1500)
+    tokens, positions, lines = places(network, 32, 1500)
     together = network.step.logits(tokens, positions, lines, network.table).clone()
     for _ in range(20):
         assert torch.equal(network.step.logits(tokens, positions, lines, network.table), together)
-    for rows in (slice(0, 8), slice(8, 16), slice(5, 14)):
+    for rows in (slice(0, 8), slice(8, 24), slice(5, 14), slice(31, 32), slice(3, 30)):  # each after another number of rows
         alone = network.step.logits(tokens[rows].clone(), positions[rows].clone(), lines[rows].clone(), network.table)
         torch.testing.assert_close(alone.float(), together[rows].float(), atol=0.02, rtol=0.02)  # a context in other parts
 
@@ -140,7 +141,7 @@ def test_keys_and_values_are_those_that_the_next_step_wants(network: Network) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("counts", [(2,), (8,), (16,), (1, 5, 2), (3, 4, 1, 8)], ids=str)
+@pytest.mark.parametrize("counts", [(2,), (8,), (16,), (1, 5, 2), (3, 4, 1, 8), (16, 1, 9, 6)], ids=str)
 @pytest.mark.parametrize("first", [0, 1, 20, 31, 57, 300, 1400])
 def test_tokens_of_one_line_that_go_in_together_are_those_that_go_in_one_by_one(
     network: Network, counts: tuple[int, ...], first: int

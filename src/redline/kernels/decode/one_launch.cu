@@ -9,12 +9,15 @@
 // Blocks do not meet. What one writes for others, it writes once, word by word, over words that say ABSENT, and who needs a
 // word reads it until it says something else: no fence, no counter, no second trip to memory. Layers take turns with a few
 // sets of such words; when a block is through with a layer, all are through with the one before, and it writes ABSENT there.
+// What all blocks want lies in few places, which serve one request after the other, so nobody asks for more than has to: rows
+// that are not there are not read, one warp waits for its block before the others read, and a product with a long K is cut
+// along it, so that a block needs a part of the activations only; its sums then meet those of a few others.
 //
 // A stage holds 8 rows of a weight and at most 896 of its columns. The warps share K among them: a warp multiplies its columns
 // of the stage by those of the activations, which it holds in registers, and at the end of a batch of tiles their sums meet in
 // shared memory, in the order of the warps. So a result depends on nothing but its row.
 //
-// Sizes come as macros: E hidden, H heads, KV key/value heads, D of a head, INNER, VOCAB, PAGE, HALVES (of 8 rows: 1 or 2),
+// Sizes come as macros: E hidden, H heads, KV key/value heads, D of a head, INNER, VOCAB, PAGE, HALVES (of 8 rows: 1, 2 or 4),
 // STAGES, HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of the launch), AHEAD (1: several rows may be tokens of one line, 0: none are).
 
 typedef unsigned short u16;
@@ -29,13 +32,16 @@ typedef unsigned long long u64;
 #define MOST_TILES 10  // of 8 weight rows, whose sums the warps have room for
 #define G (H / KV)
 #define MOST_PARTS 16
-#define ROWS 16
+#define SIXTEENS ((HALVES + 1) / 2)  // of rows, a tile of the tensor cores each
+#define ROWS 32
 #define ABSENT 0xffffffffu  // no number is rounded to this pair of bfloat16, nor does a sum give this float32
 #define SETS 4              // that layers take turns with; the last two layers have one each to themselves
 #define SET (ROWS * ((H + 2 * KV) * D + H * D + INNER + 2 * E))
 #define PART (G * (D + 2))
 #define WARP_TILES 1           // of 32 cached tokens, that a warp has in a row's context before that is cut into parts
-#define IN_FLIGHT 3            // stages that are asked for at once: enough to keep memory busy
+#define IN_FLIGHT 2            // stages that are asked for at once: enough to keep memory busy
+#define WATCH_FROM 3           // rows from which on one warp waits for a block: of fewer all may ask, it is little
+#define PAIRS (HALVES < 4)     // two tiles of weights at a time, where there are registers for them
 #define MOST_TURNS (1u << 26)  // of waiting, a minute or so: then an error instead of a hang
 
 struct Layer {
@@ -49,7 +55,8 @@ struct Arguments {
     const long long *tokens, *positions, *ahead;  // `ahead` is null without AHEAD
     const int *lines, *table;
     u16 *sets, *logits;
-    float* parts;  // [2][rows][KV][MOST_PARTS][PART]
+    float* parts;    // [2][ROWS][KV][MOST_PARTS][PART]
+    float* partial;  // of the product down: [2][units][chunks][ROWS][8]
     int rows, table_stride, num_positions, most_parts;
     float eps, scale;
 };
@@ -63,7 +70,7 @@ struct Unit {
 struct Shared {
     u64 full[STAGES], empty[STAGES];
     Layer layers[LAYERS];
-    float squares[WARPS][16];
+    float squares[WARPS][8 * HALVES];
     float peaks[WARPS][8], totals[WARPS][8];
     const u16* embedded[ROWS];
     uint4 angles[AHEAD ? 8 * HALVES : 1][D / 8];  // cos and sin of the unit's position, and of those ahead of it
@@ -117,6 +124,15 @@ __device__ __forceinline__ u32 awaited4(const void* from) {
     return v;
 }
 
+__device__ __forceinline__ uint2 fresh8(const void* from) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void put8(void* to, u32 x, u32 y) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(x), "r"(y) : "memory");
+}
+
 // c[16 x 8] += a[16 x 16] . b[16 x 8]
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -136,7 +152,7 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
 
 enum Out { HEADS, RESIDUAL, GATED, LOGITS };
 
-template <int K, int N, Out OUT>
+template <int K, int N, Out OUT, bool MAY_BE_CUT = false>
 struct Product {
     static constexpr int chunks = (K / 32 + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS;
     static constexpr int chunk_blocks = (K / 32 + chunks - 1) / chunks;
@@ -144,14 +160,23 @@ struct Product {
     static constexpr int sides = OUT == GATED ? 2 : 1;  // tiles of a unit
     static constexpr int units = ((OUT == GATED ? N / 2 : N) + 7) / 8;
     static constexpr int most = (units + BLOCKS - 1) / BLOCKS;  // of a block
-    static constexpr int batches = (most * sides + MOST_TILES - 1) / MOST_TILES;
-    static constexpr int batch = (most + batches - 1) / batches;  // units
+    // Cut along K: as many blocks as there are chunks share as many units, each has a chunk of all of them and adds up one.
+    static constexpr int groups = (units + chunks - 1) / chunks;
+    static constexpr bool cut = MAY_BE_CUT && chunks > 1 && chunks <= MOST_TILES && groups * chunks <= BLOCKS;
+    static constexpr int batches = cut ? 1 : (most * sides + MOST_TILES - 1) / MOST_TILES;
+    static constexpr int batch = cut ? chunks : (most + batches - 1) / batches;  // units
     static constexpr int tiles = batch * sides;
     // Chunks of the activations that a warp has in registers: all of them where it has registers for them.
     static constexpr int room = tiles == 1 ? 6 / HALVES : 2;
-    static constexpr int held = chunks < room ? chunks : room;
+    static constexpr int held = cut ? 1 : chunks < room ? chunks : room;
     // The blocks with one unit more than others are at the other end for gate and up, which have most of the weights.
-    static __device__ __forceinline__ int first() { return OUT == GATED ? blockIdx.x : BLOCKS - 1 - blockIdx.x; }
+    static __device__ __forceinline__ int number() { return OUT == GATED ? blockIdx.x : BLOCKS - 1 - blockIdx.x; }
+    static __device__ __forceinline__ bool has_share() { return number() < (cut ? groups * chunks : units); }
+    static __device__ __forceinline__ int first() { return cut ? number() / chunks * chunks : number(); }
+    static __device__ __forceinline__ int unit(int begin, int i) { return cut ? begin + i : begin + i * BLOCKS; }
+    static __device__ __forceinline__ int next(int begin) { return cut ? units : begin + batch * BLOCKS; }
+    static __device__ __forceinline__ int first_chunk() { return cut ? number() % chunks : 0; }
+    static __device__ __forceinline__ int end_chunk() { return cut ? first_chunk() + 1 : chunks; }
     static __device__ __forceinline__ int weight_row(int unit, int side) { return unit * 8 + side * (N / 2); }
     static __device__ __forceinline__ int blocks_of(int chunk) {
         int left = K / 32 - chunk * chunk_blocks;
@@ -173,12 +198,12 @@ template <class P, int K, int N>
 __device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, const u16* weight) {
     int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int begin = P::first(); begin < P::units; begin += P::batch * BLOCKS)
+    for (int begin = P::first(); begin < P::units && P::has_share(); begin = P::next(begin))
 #pragma unroll 1
-        for (int chunk = 0; chunk < P::chunks; chunk++)
+        for (int chunk = P::first_chunk(); chunk < P::end_chunk(); chunk++)
 #pragma unroll 1
             for (int i = 0; i < P::batch; i++) {
-                int unit = begin + i * BLOCKS;
+                int unit = P::unit(begin, i);
                 if (unit >= P::units) break;
 #pragma unroll 1
                 for (int side = 0; side < P::sides; side++) {
@@ -219,19 +244,22 @@ __device__ __forceinline__ float squared(uint4 v) {
 }
 
 // `from` and `residual` are rows of activations one after the other, or null for those of the tokens; `gain` is the norm's weight.
-template <class P, int K, int N, Out OUT, bool NORMS>
+// BY_ROW: they come row by row, and not column by column. `partial` is where blocks that share units meet.
+template <class P, int K, int N, Out OUT, bool NORMS, bool BY_ROW = false>
 __device__ __forceinline__ void work(
     Ring& ring, Shared& shared, float* sums, const Arguments& a, const u16* from, const u16* gain, const u16* bias,
-    const u16* residual, u16* out) {
+    const u16* residual, u16* out, float* partial = 0) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    if (P::first() >= P::units) return;
-    constexpr bool whole = P::chunks == P::held;
+    if (!P::has_share()) return;
+    constexpr bool whole = P::cut || P::chunks == P::held;
     uint4 held[P::held][P::per_warp][HALVES], gains[NORMS ? P::held : 1][NORMS ? P::per_warp : 1];
     float scale[HALVES];
     const u16* row[HALVES];
+    bool is_row[HALVES];  // what else there is room for is zero, and nobody asks for it
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
-        int index = g + 8 * half < a.rows ? g + 8 * half : 0;  // what else there is room for repeats the first row
+        is_row[half] = g + 8 * half < a.rows;
+        int index = is_row[half] ? g + 8 * half : 0;
         row[half] = from ? from + index * K : shared.embedded[index];
     }
 
@@ -241,6 +269,27 @@ __device__ __forceinline__ void work(
         return (chunk * P::chunk_blocks + (block < last ? block : last)) * 32 + 8 * t;
     };
     auto chunk_at = [&](int chunk) { return chunk < P::chunks ? chunk : P::chunks - 1; };
+    // Wait for a word of each who writes what the block will need. If all warps asked for all of it again and again, it would
+    // come late. Products write a unit's columns of all rows at once, the last row last; the attention writes row by row.
+    auto watch = [&] {
+        if (warp == 0) {
+            const int begin = P::cut ? P::first_chunk() * P::chunk_blocks * 4 : K / 8 > BLOCKS ? K / 8 - BLOCKS : 0;
+            const int end = P::cut ? begin + P::blocks_of(P::first_chunk()) * 4 : K / 8;
+            constexpr int most = P::cut ? P::chunk_blocks * 4 : K / 8 > BLOCKS ? BLOCKS : K / 8;
+            constexpr int words = BY_ROW ? 2 : (most + 31) / 32;
+            for (u32 turns = 0;; turns++) {
+                bool missing = false;
+#pragma unroll
+                for (int k = 0; k < words; k++) {
+                    int unit = BY_ROW ? k * (K / 8 - 1) : begin + lane + 32 * k, row = BY_ROW ? lane : a.rows - 1;
+                    missing |= fresh4(from + (row < a.rows ? row : 0) * K + 8 * (unit < end ? unit : end - 1) + 6) == ABSENT;
+                }
+                if (!__any_sync(~0u, missing)) break;
+                if (turns == MOST_TURNS) __trap();
+            }
+        }
+        meet_workers();
+    };
     auto load = [&](int first) {
         if (NORMS)
 #pragma unroll
@@ -252,7 +301,10 @@ __device__ __forceinline__ void work(
 #pragma unroll
             for (int i = 0; i < P::per_warp; i++)
 #pragma unroll
-                for (int half = 0; half < HALVES; half++) held[c][i][half] = fresh16(row[half] + column(chunk_at(first + c), i));
+                for (int half = 0; half < HALVES; half++) {
+                    held[c][i][half] = make_uint4(0, 0, 0, 0);
+                    fresh16_if(is_row[half], held[c][i][half], row[half] + column(chunk_at(first + c), i));
+                }
         for (u32 turns = 0;; turns++) {
             bool missing = false;
 #pragma unroll
@@ -307,98 +359,165 @@ __device__ __forceinline__ void work(
         }
     };
 
-    int mine = P::first() + threadIdx.x * BLOCKS;
-    if (bias && mine < P::units)
-        for (int side = 0; side < P::sides; side++) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + P::weight_row(mine, side)));
+    // What a thread adds to its first sums, asked for before anything is waited for.
+    const int first_of = P::cut ? P::first_chunk() : threadIdx.x / 4 % P::batch;  // of the batch's units
+    const int first_row = P::cut ? threadIdx.x / 4 : threadIdx.x / 4 / P::batch, first_unit = P::unit(P::first(), first_of);
+    const bool adds = P::batches == 1 && first_row < a.rows && first_unit < P::units;
+    u32 biases[P::sides], residue = ABSENT;
+    auto bias_at = [&](int unit, int side, int column) { return (const u32*)(bias + P::weight_row(unit, side) + column); };
+    auto residual_at = [&](int row, int n) { return (residual ? residual + row * E : shared.embedded[row]) + n; };
+    if (adds && bias)
+#pragma unroll
+        for (int side = 0; side < P::sides; side++) biases[side] = __ldg(bias_at(first_unit, side, 2 * (threadIdx.x % 4)));
+    if (OUT == RESIDUAL && adds) residue = fresh4(residual_at(first_row, first_unit * 8 + 2 * (threadIdx.x % 4)));
+    if (from && a.rows >= WATCH_FROM) watch();
     if (NORMS) {
         find_scale();
         if (whole) apply_norm();
-    } else if (whole) load(0);
+    } else if (whole) load(P::first_chunk());
 #pragma unroll 1
-    for (int begin = P::first(); begin < P::units; begin += P::batch * BLOCKS) {
-        int count = (P::units - begin + BLOCKS - 1) / BLOCKS;
+    for (int begin = P::first(); begin < P::units; begin = P::next(begin)) {
+        int count = P::cut ? P::units - begin : (P::units - begin + BLOCKS - 1) / BLOCKS;
         if (count > P::batch) count = P::batch;
         // The warp's sums, where the others find them: [warp][tile][row][8 columns].
         float* mine = sums + (warp * P::tiles * 8 * HALVES + g) * 8 + 2 * t;
 #pragma unroll 1
-        for (int c = 0; c < P::chunks; c += P::held) {
+        for (int c = P::first_chunk(); c < P::end_chunk(); c += P::held) {
             if (!whole) {
                 load(c);
                 if (NORMS) apply_norm();
             }
 #pragma unroll
             for (int cc = 0; cc < P::held; cc++) {
-                if (c + cc >= P::chunks) break;
+                if (c + cc >= P::end_chunk()) break;
                 const int blocks = P::blocks_of(c + cc);
-#pragma unroll(P::tiles > 1 ? 2 : 1)
-                for (int tile = 0; tile < count * P::sides; tile++) {
-                    wait(ring.full + 8 * ring.stage, ring.parity);
-                    u32 at = ring.stages + ring.stage * STAGE + g * PITCH + t * 16 + warp * 64;
-                    uint4 w[P::per_warp];
+                // Two tiles at a time, so that products wait less for those before.
+                auto multiplied = [&](const int both, int tile) {
+                    uint4 w[2][P::per_warp];
+                    u32 empty[2];
+                    float part[2][SIXTEENS][2][4] = {};
+#pragma unroll
+                    for (int j = 0; j < both; j++) {
+                        wait(ring.full + 8 * ring.stage, ring.parity);
+                        u32 at = ring.stages + ring.stage * STAGE + g * PITCH + t * 16 + warp * 64;
+#pragma unroll
+                        for (int i = 0; i < P::per_warp; i++) {
+                            w[j][i] = make_uint4(0, 0, 0, 0);
+                            if (warp + WARPS * i < blocks)
+                                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                                             : "=r"(w[j][i].x), "=r"(w[j][i].y), "=r"(w[j][i].z), "=r"(w[j][i].w)
+                                             : "r"(at + i * WARPS * 64) : "memory");
+                        }
+                        empty[j] = ring.empty + 8 * ring.stage;
+                        ring.next();
+                    }
 #pragma unroll
                     for (int i = 0; i < P::per_warp; i++) {
-                        w[i] = make_uint4(0, 0, 0, 0);
-                        if (warp + WARPS * i < blocks)
-                            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                                         : "=r"(w[i].x), "=r"(w[i].y), "=r"(w[i].z), "=r"(w[i].w) : "r"(at + i * WARPS * 64) : "memory");
-                    }
-                    float part[2][4] = {};  // two, so that products wait less for those before
 #pragma unroll
-                    for (int i = 0; i < P::per_warp; i++) {
-                        uint4 first = held[cc][i][0], second = HALVES == 2 ? held[cc][i][HALVES - 1] : make_uint4(0, 0, 0, 0);
-                        multiply(part[0], first.x, second.x, first.y, second.y, w[i].x, w[i].y);
-                        multiply(part[1], first.z, second.z, first.w, second.w, w[i].z, w[i].w);
+                        for (int m = 0; m < SIXTEENS; m++) {
+                            uint4 first = held[cc][i][2 * m], second = HALVES > 1 ? held[cc][i][2 * m + (HALVES > 1)] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+                            for (int j = 0; j < both; j++) {
+                                multiply(part[j][m][0], first.x, second.x, first.y, second.y, w[j][i].x, w[j][i].y);
+                                multiply(part[j][m][1], first.z, second.z, first.w, second.w, w[j][i].z, w[j][i].w);
+                            }
+                        }
                     }
 #pragma unroll
-                    for (int half = 0; half < HALVES; half++) {
-                        float2* to = (float2*)(mine + (tile * HALVES + half) * 64);
-                        float2 before = c + cc ? *to : make_float2(0, 0);
-                        *to = make_float2(
-                            before.x + (part[0][2 * half] + part[1][2 * half]), before.y + (part[0][2 * half + 1] + part[1][2 * half + 1]));
-                    }
+                    for (int j = 0; j < both; j++)
+#pragma unroll
+                        for (int half = 0; half < HALVES; half++) {
+                            float2* to = (float2*)(mine + ((tile + j) * HALVES + half) * 64);
+                            float2 before = !P::cut && c + cc ? *to : make_float2(0, 0);
+                            const float *one = &part[j][half / 2][0][half % 2 * 2], *other = &part[j][half / 2][1][half % 2 * 2];
+                            *to = make_float2(before.x + (one[0] + other[0]), before.y + (one[1] + other[1]));
+                        }
                     // Only now: the sums are proof that the weights have been read.
                     __syncwarp();
-                    if (lane == 0)
-                        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ring.empty + 8 * ring.stage) : "memory");
-                    ring.next();
-                }
+                    if (lane < both)
+                        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(lane ? empty[both - 1] : empty[0]) : "memory");
+                };
+                int tile = 0;
+                if (PAIRS && P::tiles > 1)
+#pragma unroll 1
+                    for (; tile + 1 < count * P::sides; tile += 2) multiplied(2, tile);
+#pragma unroll 1
+                for (; tile < count * P::sides; tile++) multiplied(1, tile);
             }
         }
         meet_workers();
-#pragma unroll 1
-        for (int pair = threadIdx.x; pair < P::batch * a.rows * 4; pair += WORKERS) {
-            const int column = 2 * (pair % 4), unit_of_batch = pair / 4 % P::batch, row = pair / 4 / P::batch;
-            if (unit_of_batch >= count) continue;
-            float2 total[2] = {};
+        auto summed = [&](int of_batch, int side, int row, int column) {
+            float2 total = make_float2(0, 0);
 #pragma unroll
-            for (int side = 0; side < P::sides; side++)
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) {
-                    float2 part = *(float2*)(sums + ((w * P::tiles + unit_of_batch * P::sides + side) * 8 * HALVES + row) * 8 + column);
-                    total[side].x += part.x, total[side].y += part.y;
-                }
-            int unit = begin + unit_of_batch * BLOCKS, n = unit * 8 + column;
-            if (bias) {
+            for (int w = 0; w < WARPS; w++) {
+                float2 part = *(float2*)(sums + ((w * P::tiles + of_batch * P::sides + side) * 8 * HALVES + row) * 8 + column);
+                total.x += part.x, total.y += part.y;
+            }
+            return total;
+        };
+        auto finished = [&](float2 (&total)[P::sides], bool is_first, int unit, int row, int column) {
+            const int n = unit * 8 + column, width = OUT == GATED ? N / 2 : N;
+            if (bias)
 #pragma unroll
                 for (int side = 0; side < P::sides; side++) {
-                    u32 add = __ldg((const u32*)(bias + P::weight_row(unit, side) + column));
+                    u32 add = P::batches == 1 && is_first ? biases[side] : __ldg(bias_at(unit, side, column));
                     total[side].x += low(add), total[side].y += high(add);
                 }
-            }
             u32 result = packed(total[0].x, total[0].y);
             if (OUT == RESIDUAL) {
-                u32 before = awaited4((residual ? residual + row * E : shared.embedded[row]) + n);
+                u32 before = is_first && residue != ABSENT ? residue : awaited4(residual_at(row, n));
                 result = packed(low(before) + low(result), high(before) + high(result));
             }
             if (OUT == GATED) {
-                u32 up = packed(total[1].x, total[1].y);
+                u32 up = packed(total[P::sides - 1].x, total[P::sides - 1].y);
                 float first = low(result), second = high(result);
                 u32 active = packed(first / (1.f + __expf(-first)), second / (1.f + __expf(-second)));
                 result = packed(low(active) * low(up), high(active) * high(up));
             }
-            const int width = OUT == GATED ? N / 2 : N;
             put4(out + (u64)row * width + n, result);
+        };
+        const int own = P::first_chunk();  // of units that blocks share
+        auto meeting = [&](int unit, int chunk, int row, int column) {
+            return partial + ((((u64)unit * P::chunks + chunk) * ROWS + row) * 8 + column);
+        };
+#pragma unroll 1
+        for (int pair = threadIdx.x; pair < P::batch * a.rows * 4; pair += WORKERS) {
+            const int column = 2 * (pair % 4), of_batch = pair / 4 % P::batch, row = pair / 4 / P::batch;
+            const int unit = P::unit(begin, of_batch);
+            if (of_batch >= count || (P::cut && of_batch == own)) continue;
+            float2 total[P::sides];
+#pragma unroll
+            for (int side = 0; side < P::sides; side++) total[side] = summed(of_batch, side, row, column);
+            if (P::cut) put8(meeting(unit, own, row, column), __float_as_uint(total[0].x), __float_as_uint(total[0].y));
+            else finished(total, pair == threadIdx.x, unit, row, column);
         }
+        if (P::cut && own < count)
+#pragma unroll 1
+            for (int pair = threadIdx.x; pair < a.rows * 4; pair += WORKERS) {
+                const int column = 2 * (pair % 4), row = pair / 4, unit = P::unit(begin, own);
+                float2 mine = summed(own, 0, row, column), total[P::sides] = {};
+                uint2 others[P::chunks];
+                for (u32 turns = 0;; turns++) {
+                    bool missing = false;
+#pragma unroll
+                    for (int chunk = 0; chunk < P::chunks; chunk++)
+                        if (chunk != own) others[chunk] = fresh8(meeting(unit, chunk, row, column));
+#pragma unroll
+                    for (int chunk = 0; chunk < P::chunks; chunk++)
+                        missing |= chunk != own && (others[chunk].x == ABSENT || others[chunk].y == ABSENT);
+                    if (!missing) break;
+                    if (turns == MOST_TURNS) __trap();
+                }
+#pragma unroll
+                for (int chunk = 0; chunk < P::chunks; chunk++) {
+                    total[0].x += chunk == own ? mine.x : __uint_as_float(others[chunk].x);
+                    total[0].y += chunk == own ? mine.y : __uint_as_float(others[chunk].y);
+                }
+                finished(total, pair == threadIdx.x, unit, row, column);
+#pragma unroll
+                for (int chunk = 0; chunk < P::chunks; chunk++)
+                    if (chunk != own) put8(meeting(unit, chunk, row, column), ABSENT, ABSENT);
+            }
         meet_workers();
     }
 }
@@ -599,7 +718,7 @@ __device__ __forceinline__ void attend(
     const u16* own = heads + (u64)u.row * (H + 2 * KV) * D;
     float peak = -__int_as_float(0x7f800000), total = 0;
     float sum[D / 8][4] = {};
-    uint4 query[D_BLOCKS], key[D_BLOCKS], value[D / 64];
+    uint4 query[D_BLOCKS], key[D_BLOCKS] = {}, value[D / 64] = {};
     const int last = u.position / 32;
     const bool has_new = last < u.end && last >= first && (last - first) % WARPS == 0;
 #pragma unroll 1
@@ -616,9 +735,15 @@ __device__ __forceinline__ void attend(
             for (u32 turns = 0;; turns++) {
                 bool missing = false;
 #pragma unroll
-                for (int b = 0; b < D_BLOCKS; b++) query[b] = fresh16(query_at + 32 * b), key[b] = fresh16(key_at + 32 * b);
+                for (int b = 0; b < D_BLOCKS; b++) {
+                    query[b] = fresh16(query_at + 32 * b);
+                    fresh16_if(has_new, key[b], key_at + 32 * b);
+                }
 #pragma unroll
-                for (int p = 0; p < D / 64; p++) missing |= absent(value[p] = fresh16(value_at + 8 * p));
+                for (int p = 0; p < D / 64; p++) {
+                    fresh16_if(has_new, value[p], value_at + 8 * p);
+                    missing |= absent(value[p]);
+                }
 #pragma unroll
                 for (int b = 0; b < D_BLOCKS; b++) missing |= absent(query[b]) || absent(key[b]);
                 if (!__any_sync(~0u, missing)) break;
@@ -794,7 +919,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
     typedef Product<E, (H + 2 * KV) * D, HEADS> Qkv;
     typedef Product<H * D, E, RESIDUAL> Attended;
     typedef Product<E, 2 * INNER, GATED> GateUp;
-    typedef Product<INNER, E, RESIDUAL> Down;
+    typedef Product<INNER, E, RESIDUAL, true> Down;
     typedef Product<E, VOCAB, LOGITS> Head;
     static_assert(Qkv::units >= BLOCKS && GateUp::units >= BLOCKS, "a block without a share does not know when others are through");
 
@@ -832,11 +957,16 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
     const bool attends = blockIdx.x < units && shared.unit.part < shared.unit.parts;
     if (attends) prefetch(shared, shared.layers[0]);
     auto forget = [&](int layer) {
-        // All are through with it, since all of the next layer is there. (Of the last two layers: in the next launch.)
-        uint4* before = (uint4*)Between(a.sets, layer < 0 ? LAYERS + layer : layer).heads;
+        // All are through with it, since all of the next layer is there. (Of the last two layers: in the next launch, which does
+        // not know how many rows they had.)
+        Between old(a.sets, layer < 0 ? LAYERS + layer : layer);
+        const int rows = layer < 0 ? ROWS : a.rows;
+        auto clear = [&](u16* words, int width) {
 #pragma unroll 1
-        for (int i = blockIdx.x * WORKERS + threadIdx.x; i < SET / 8; i += BLOCKS * WORKERS)
-            before[i] = make_uint4(ABSENT, ABSENT, ABSENT, ABSENT);
+            for (int i = blockIdx.x * WORKERS + threadIdx.x; i < rows * width / 8; i += BLOCKS * WORKERS)
+                ((uint4*)words)[i] = make_uint4(ABSENT, ABSENT, ABSENT, ABSENT);
+        };
+        clear(old.heads, (H + 2 * KV) * D), clear(old.attended, H * D), clear(old.inner, INNER), clear(old.middle, E), clear(old.x, E);
         __threadfence();
     };
     const u16* x = 0;  // the tokens' own
@@ -851,14 +981,18 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
                 if (units > BLOCKS) prepare(shared, a, next);
                 if (shared.unit.part < shared.unit.parts) attend(shared, sums, a, layer, index % 2, here.heads, here.attended);
             }
-            if (index + 1 < LAYERS) prefetch(shared, shared.layers[index + 1]);
         } else
             forget(index - 2);  // while it waits for those that attend
-        work<Attended, H * D, E, RESIDUAL, false>(ring, shared, sums, a, here.attended, 0, layer.o_bias, x, here.middle);
-        if (attends) forget(index - 2);
+        work<Attended, H * D, E, RESIDUAL, false, true>(ring, shared, sums, a, here.attended, 0, layer.o_bias, x, here.middle);
+        if (attends) {
+            forget(index - 2);
+            if (index + 1 < LAYERS) prefetch(shared, shared.layers[index + 1]);
+        }
         work<GateUp, E, 2 * INNER, GATED, true>(
             ring, shared, sums, a, here.middle, layer.mlp_norm, layer.gate_up_bias, 0, here.inner);
-        work<Down, INNER, E, RESIDUAL, false>(ring, shared, sums, a, here.inner, 0, layer.down_bias, here.middle, here.x);
+        work<Down, INNER, E, RESIDUAL, false>(
+            ring, shared, sums, a, here.inner, 0, layer.down_bias, here.middle, here.x,
+            a.partial + index % 2 * (u64)Down::units * Down::chunks * ROWS * 8);
         x = here.x;
     }
     work<Head, E, VOCAB, LOGITS, true>(ring, shared, sums, a, x, a.norm, 0, 0, a.logits);

@@ -21,15 +21,17 @@ from torch import Tensor
 
 from redline.kernels import nvrtc
 
-MOST_ROWS = 16
-"""Rows of a tile of the tensor cores."""
+MOST_ROWS = 32
+"""Of activations that a thread has registers for."""
 MOST_GROUPED = 8
 """Query heads of a key/value head: half a tile."""
 MOST_PARTS = 16
 """Into which a row's context is cut."""
 WARPS = 7
 """That work; one more asks for weights. These are `one_launch.cu`'s, and so is what follows."""
-STAGE_BYTES = 8 * (64 * 28 + 64)
+CHUNK = 32 * 28
+"""Columns of a weight that go into a stage."""
+STAGE_BYTES = 8 * (2 * CHUNK + 64)
 MOST_TILES = 10
 MOST_STAGES = 14
 SETS = 4
@@ -80,7 +82,7 @@ class LayerTensors(NamedTuple):
 class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("layers", "embed", "norm", "head", "rotary", "tokens", "positions", "ahead")),
-        *((name, c_void_p) for name in ("lines", "table", "sets", "logits", "parts")),
+        *((name, c_void_p) for name in ("lines", "table", "sets", "logits", "parts", "partial")),
         *((name, c_int) for name in ("rows", "table_stride", "num_positions", "most_parts")),
         *((name, c_float) for name in ("eps", "scale")),
     ]
@@ -137,6 +139,8 @@ class OneLaunch:
         self._sets = torch.full(((SETS + 2) * MOST_ROWS * width // 2,), ABSENT, dtype=torch.int32, device=device)
         parts = 2 * MOST_ROWS * shape.kv_heads * MOST_PARTS * shape.grouped * (shape.head_dim + 2)
         self._parts = torch.full((parts,), ABSENT, dtype=torch.int32, device=device)
+        partial = 2 * MOST_ROWS * 8 * math.ceil(shape.hidden / 8) * math.ceil(shape.inner / CHUNK)
+        self._partial = torch.full((partial,), ABSENT, dtype=torch.int32, device=device)
         self._logits = torch.empty(MOST_ROWS, shape.vocab, dtype=embed.dtype, device=device)
         self._eps = eps
 
@@ -151,7 +155,7 @@ class OneLaunch:
         assert B <= MOST_ROWS
         shape = self._shape
         _, embed, norm, head, rotary = self._kept
-        halves = 1 if B <= MOST_ROWS // 2 else 2
+        halves = halves_of(B)
         kernel = _kernel(shape, halves, self._blocks, self._device.index or 0, ahead_B is not None)
         inputs = (self._layers, embed, norm, head, rotary, tokens_B, positions_B, ahead_B, lines_B, table_RM)
         parts = max(1, min(MOST_PARTS, self._blocks // (B * shape.kv_heads)))
@@ -159,12 +163,17 @@ class OneLaunch:
             self._blocks,
             32 * (WARPS + 1),
             _Arguments(
-                *(address(tensor) for tensor in (*inputs, self._sets, self._logits, self._parts)),
+                *(address(tensor) for tensor in (*inputs, self._sets, self._logits, self._parts, self._partial)),
                 B, table_RM.stride(0), rotary.shape[1], parts, self._eps, shape.head_dim**-0.5 * math.log2(math.e),
             ),
             self._device.index or 0,
         )  # fmt: skip
         return self._logits[:B]
+
+
+def halves_of(rows: int) -> int:
+    """What a kernel is compiled for: 8, 16 or 32 rows."""
+    return next(halves for halves in (1, 2, 4) if 8 * halves >= rows)
 
 
 def address(tensor: Tensor | None) -> int:
@@ -192,6 +201,6 @@ def shared_bytes(shape: Shape, halves: int, stages: int, has_ahead: bool = False
     """The ring, what the blocks' threads share, and the warps' sums."""
     pointers = shape.layers * len(LayerTensors._fields) + MOST_ROWS
     angles, unit = (8 * halves if has_ahead else 1) * 2 * shape.head_dim, 9 * 4
-    small = stages * 16 + pointers * 8 + WARPS * (16 + 16 + 2) * 4 + angles + unit
+    small = stages * 16 + pointers * 8 + WARPS * (8 * halves + 16 + 2) * 4 + angles + unit
     sums = WARPS * max(MOST_TILES * 8 * halves * 8, shape.grouped * shape.head_dim) * 4
     return stages * STAGE_BYTES + -(-(small + 16) // 128) * 128 + sums
