@@ -376,10 +376,15 @@ def test_an_environment_that_blocks_the_loop_is_noted() -> None:
     assert any("kept the event loop for up to " in note for note in report.notes)
 
 
+def redline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    from support import processes  # other processes import this file and do not know the folder
+
+    return processes.redline(*arguments, cwd=cwd)
+
+
 def test_the_verb_prints_one_document_and_exits_with_one(tmp_path: Path) -> None:
     (tmp_path / "games.py").write_text(Path(__file__).read_text())
-    command = [sys.executable, "-m", "redline.cli", "env", "check", "games:NoNumber", "largest=5", "--json", "--tasks", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = redline("env", "check", "games:NoNumber", "largest=5", "--json", "--tasks", "1", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] is False
@@ -387,9 +392,8 @@ def test_the_verb_prints_one_document_and_exits_with_one(tmp_path: Path) -> None
     assert "WRONG  play returned 'well done'" in done.stderr
 
 
-def test_a_name_that_there_is_not_gets_a_hint() -> None:
-    command = [sys.executable, "-m", "redline.cli", "env", "check", "diplomazy"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_name_that_there_is_not_gets_a_hint(tmp_path: Path) -> None:
+    done = redline("env", "check", "diplomazy", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "'diplomazy': no such environment" in done.stderr
     assert "hint: " in done.stderr
