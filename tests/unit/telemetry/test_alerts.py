@@ -22,7 +22,7 @@ from redline.telemetry.stalls.activity import Activity
 from redline.telemetry.workers import WorkerState
 
 STEPS = 300
-FAULT_AT = 200
+FAULT_AT, FAULTY_STEPS = 120, 180
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -77,7 +77,7 @@ FAULTS: dict[str, Fault] = {
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_raises_its_alert_and_no_other(kind: str, seed: int, tmp_path: Path) -> None:
-    assert simulated_runs.run(make_detectors(config()), STEPS, seed, tmp_path, FAULTS[kind]) == [kind]
+    assert simulated_runs.run(make_detectors(config()), FAULTY_STEPS, seed, tmp_path, FAULTS[kind]) == [kind]
 
 
 @pytest.mark.parametrize("seed", range(100, 104))

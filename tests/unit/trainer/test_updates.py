@@ -109,10 +109,11 @@ def test_dapo_equals_an_independent_implementation_over_ten_steps(bench: Bench) 
     assert_close(masters, {name: p.detach() for name, p in theirs.policy.named_parameters()}, tolerance=2e-3)
 
 
-def test_ppo_and_its_critic_equal_an_independent_implementation_over_ten_steps(bench: Bench) -> None:
+@pytest.mark.parametrize("steps", [5, pytest.param(STEPS, marks=pytest.mark.slow)])  # of eight updates each
+def test_ppo_and_its_critic_equal_an_independent_implementation_over_many_steps(bench: Bench, steps: int) -> None:
     theirs = IndependentTrainer(bench.oracle, settings(), with_critic=True)
     trainer, clipped, values_clipped = trainer_of(bench, algorithm="ppo"), [], []
-    for step in range(STEPS):
+    for step in range(steps):
         groups = random_groups(100 + step)
         report, told = trainer.step(packed(groups, keep_no_signal=True)), theirs.step(groups)
         assert_told_alike(report, told)
