@@ -1,7 +1,8 @@
 // A token of each row of logits, drawn as `sampler.sample` draws it, on a CPU. `draws.py` calls it.
 //
 // A row is read twice: for its largest logit, and for the sums of the weights of each chunk, relative to that. Then one chunk more,
-// in which the token lies. A row's token and logprob come of its own numbers alone.
+// in which the token lies. A row's token and logprob come of its own numbers alone. Temperatures divide, as they do in torch: logits
+// that were divided there, since another row asks for filters, come to the same bits.
 
 #include <math.h>
 
@@ -9,14 +10,14 @@
 
 #define CHUNK 128  // a multiple of LANES
 
-// The logits of a chunk times a scale, one over the temperature; beyond the vocabulary, -inf.
-static inline void scaled_chunk(vec* to, const float* logits, long left, float scale) {
+// The logits of a chunk over the temperature; beyond the vocabulary, -inf.
+static inline void scaled_chunk(vec* to, const float* logits, long left, float temperature) {
     float padded[CHUNK];
     if (left < CHUNK) {
         for (int i = 0; i < CHUNK; i++) padded[i] = i < left ? logits[i] : -INFINITY;
         logits = padded;
     }
-    for (int v = 0; v < CHUNK / LANES; v++) to[v] = *(const vec*)(logits + v * LANES) * scale;
+    for (int v = 0; v < CHUNK / LANES; v++) to[v] = *(const vec*)(logits + v * LANES) / temperature;
 }
 
 static inline float largest(const float* logits, long V) {
@@ -50,13 +51,13 @@ static inline int within(const vec* scaled, float peak, double target) {
     return token;
 }
 
-static int64_t token_of(const float* logits, const double* sums, long V, float scale, float peak, double target) {
+static int64_t token_of(const float* logits, const double* sums, long V, float temperature, float peak, double target) {
     vec scaled[CHUNK / LANES];
     const long last = (V - 1) / CHUNK;
     long chunk = 0;
     while (chunk < last && !(sums[chunk] > target)) target -= sums[chunk++];
     while (chunk > 0 && sums[chunk] == 0) chunk--, target = INFINITY;  // rounding went beyond the last weight
-    scaled_chunk(scaled, logits + chunk * CHUNK, V - chunk * CHUNK, scale);
+    scaled_chunk(scaled, logits + chunk * CHUNK, V - chunk * CHUNK, temperature);
     return chunk * CHUNK + within(scaled, peak, target);
 }
 
@@ -67,21 +68,21 @@ void draw(
     const long C = (V + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(static) num_threads(threads) if (B > 1)
     for (long b = 0; b < B; b++) {
-        const float *row = logits + b * V, scale = temperatures[b] ? 1 / temperatures[b] : 1, top = largest(row, V);
-        const float peak = top * scale;
+        const float *row = logits + b * V, temperature = temperatures[b] ? temperatures[b] : 1, top = largest(row, V);
+        const float peak = top / temperature;
         double total = 0;
         for (long c = 0; c < C; c++) {
             vec scaled[CHUNK / LANES], sum = {};
-            scaled_chunk(scaled, row + c * CHUNK, V - c * CHUNK, scale);
+            scaled_chunk(scaled, row + c * CHUNK, V - c * CHUNK, temperature);
             for (int v = 0; v < CHUNK / LANES; v++) sum += exponential(scaled[v] - peak);
             total += sums[b * C + c] = sum_of(sum);
         }
         int64_t token = 0;
         if (temperatures[b])
-            token = token_of(row, sums + b * C, V, scale, peak, uniform(streams[b], counters[b]) * total);
+            token = token_of(row, sums + b * C, V, temperature, peak, uniform(streams[b], counters[b]) * total);
         else
             while (token < V - 1 && row[token] != top) token++;
         tokens[b] = token < V ? token : V - 1;
-        logprobs[b] = row[tokens[b]] * scale - peak - (float)log(total);
+        logprobs[b] = row[tokens[b]] / temperature - peak - (float)log(total);
     }
 }

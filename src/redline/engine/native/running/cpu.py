@@ -33,7 +33,12 @@ class CpuRunner(Runner):
         """cos and sin [2, positions, D / 2]."""
         spec = decoder.spec
         has_rows = spec.hidden_size % LANES == spec.intermediate_size % LANES == 0
-        self._is_plain = has_rows and spec.experts is None and all(layer.is_whole for layer in decoder.layers)
+        self._may_be_plain = has_rows and spec.experts is None
+
+    @property
+    def _is_plain(self) -> bool:
+        """Asked at every step: an adapter to train may stand beside a projection since the last one."""
+        return self._may_be_plain and all(layer.is_whole for layer in self._network.layers)
 
     @classmethod
     def of(cls, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> CpuRunner | None:
@@ -64,6 +69,7 @@ class CpuRunner(Runner):
     def _hidden(self, tokens_T: Tensor, attend: PagedAttention) -> Tensor:
         """As `Decoder.forward` does it."""
         x_TE = F.embedding(tokens_T, self._network.embed)
+        assert x_TE.dtype is self.cache.blocks.dtype, "the network computes in another dtype since the engine was made"
         own = products() if x_TE.dtype is torch.float32 and len(x_TE) <= MOST_ROWS else None
         if own is None:
             return self._layer_by_layer(x_TE, attend)

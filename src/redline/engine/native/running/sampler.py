@@ -100,32 +100,25 @@ def uniform(streams_B: Tensor, counters_B: Tensor) -> Tensor:
 
 def sample(logits_BV: Tensor, rows: SamplingRows, *, raw: bool = False, top: int = 0) -> Sampled:
     """One token per row. `raw` also gives its logprob under the model, `top` that many of the likeliest tokens."""
-    V = logits_BV.shape[1]
-    own = None if raw or top or not logits_BV.is_cpu else draws()
-    if own is not None and rows.is_plain:
+    own = draws() if logits_BV.is_cpu else None
+    if own is not None and rows.is_plain and not (raw or top):
         return Sampled(*own(logits_BV.float(), rows.temperature_B, rows.streams_B, rows.counters_B))
     greedy_B = rows.temperature_B == 0
     scaled_BV = _filtered(_biased(logits_BV, rows) / torch.where(greedy_B, 1.0, rows.temperature_B)[:, None], rows)
     if kernels_serve(scaled_BV) and not (raw or top):
         return _drawn_by_kernel(scaled_BV, rows)
     if own is not None:
-        return Sampled(*own(scaled_BV, (~greedy_B).float(), rows.streams_B, rows.counters_B))  # 0 stays greedy
-    chunks_BCN = _chunked(scaled_BV)
-    peaks_BC = chunks_BCN.amax(dim=-1)
-    centred_BCN = chunks_BCN.sub_(peaks_BC.amax(dim=-1)[:, None, None])  # in place: the division above made them ours
-    weights_BCN = centred_BCN.exp()
-    drawn_B = _search(weights_BCN, uniform(rows.streams_B, rows.counters_B))
-    # The clamp is for rows of NaN, where no comparison means anything.
-    tokens_B = torch.where(greedy_B, _likeliest(peaks_BC, centred_BCN), drawn_B).clamp_(max=V - 1)
-    centred_BV, weights_BV = (values_BCN.flatten(1)[:, :V] for values_BCN in (centred_BCN, weights_BCN))
-    log_total_B1 = weights_BV.sum(dim=-1, keepdim=True).log()
-    sampled = Sampled(tokens_B, (centred_BV.gather(1, tokens_B[:, None]) - log_total_B1).squeeze(1))
+        drawn = own(scaled_BV, (~greedy_B).float(), rows.streams_B, rows.counters_B)  # 0 stays greedy
+    else:
+        drawn = _draw(scaled_BV, greedy_B, uniform(rows.streams_B, rows.counters_B))
+    sampled = Sampled(*drawn)
+    tokens_B1, logprobs_B1 = sampled.tokens_B[:, None], sampled.logprobs_B[:, None]
     if raw:
-        chosen_B = logits_BV.gather(1, tokens_B[:, None]).squeeze(1).float()
+        chosen_B = logits_BV.gather(1, tokens_B1).squeeze(1).float()
         sampled.raw_logprobs_B = chosen_B - logits_BV.float().logsumexp(dim=-1)
     if top:
-        centred_BK, sampled.top_ids_BK = centred_BV.topk(top, dim=-1)
-        sampled.top_logprobs_BK = centred_BK - log_total_B1
+        top_BK, sampled.top_ids_BK = scaled_BV.topk(top, dim=-1)
+        sampled.top_logprobs_BK = top_BK - scaled_BV.gather(1, tokens_B1) + logprobs_B1
     return sampled
 
 
@@ -248,6 +241,19 @@ def _chunked(scaled_BV: Tensor) -> Tensor:
     # Checked because torch copies even to add nothing.
     padded = torch.nn.functional.pad(scaled_BV, (0, missing), value=-math.inf) if missing else scaled_BV
     return padded.view(len(scaled_BV), -1, CHUNK)
+
+
+def _draw(scaled_BV: Tensor, greedy_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """A token of each row and its logprob."""
+    chunks_BCN, V = _chunked(scaled_BV), scaled_BV.shape[1]
+    peaks_BC = chunks_BCN.amax(dim=-1)
+    centred_BCN = chunks_BCN - peaks_BC.amax(dim=-1)[:, None, None]
+    weights_BCN = centred_BCN.exp()
+    # The clamp is for rows of NaN, where no comparison means anything.
+    tokens_B = torch.where(greedy_B, _likeliest(peaks_BC, centred_BCN), _search(weights_BCN, uniform_B)).clamp_(max=V - 1)
+    centred_BV, weights_BV = (values_BCN.flatten(1)[:, :V] for values_BCN in (centred_BCN, weights_BCN))
+    log_total_B1 = weights_BV.sum(dim=-1, keepdim=True).log()
+    return tokens_B, (centred_BV.gather(1, tokens_B[:, None]) - log_total_B1).squeeze(1)
 
 
 def _likeliest(peaks_BC: Tensor, centred_BCN: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from support.small_models import VOCAB_SIZE, llama, write_model
 from transformers import Qwen3Config
 
 from redline.config.sections.engine import EngineConfig
+from redline.config.sections.lora import LoraConfig
 from redline.engine import NativeEngine
 from redline.engine.native.running import cpu
 from redline.engine.native.running.cpu import CpuRunner
 from redline.models.files.hf import load_decoder
+from redline.models.lora.trainable import add_adapter
 from redline.types import Completion, GenerateRequest, SamplingParams
 
 SHAPE = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 160}
@@ -115,7 +117,46 @@ def test_steps_that_need_more_go_through_the_network_over_the_same_attention(
     engine = engine_of(folder)
     runner = engine._runner
     assert isinstance(runner, CpuRunner)
-    monkeypatch.setattr(runner, "_is_plain", False)
+    monkeypatch.setattr(runner, "_may_be_plain", False)
     expected = [c.token_ids.tolist() for c in generated(engine_of(folder), requests())]
     found = [c.token_ids.tolist() for c in generated(engine, requests())]
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(expected) - 1
+
+
+def test_an_adapter_that_the_network_is_given_later_takes_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def adapted() -> NativeEngine:
+        engine = engine_of(folder)
+        add_adapter(engine.decoder, LoraConfig(rank=4), torch.float32, seed=0)
+        with torch.no_grad():
+            for name, parameter in engine.decoder.named_parameters():
+                if name.endswith("lora_b"):
+                    parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+        return engine
+
+    found = generated(adapted(), requests(temperature=0.0))
+    monkeypatch.setattr(cpu, "steps_for", lambda *_: None)
+    expected = generated(adapted(), requests(temperature=0.0))
+    assert [a.token_ids.tolist() for a in found] == [b.token_ids.tolist() for b in expected]
+
+
+ASKING = {
+    "top-p": {"top_p": 0.8},
+    "a bias": {"logit_bias": {7: 1.0}},
+    "a least length": {"stop_token_ids": (3,), "min_tokens": 9},
+    "top logprobs": {"top_logprobs": 3, "raw_logprobs": True},
+}
+
+
+@pytest.mark.parametrize("what", ASKING)
+def test_a_row_has_the_same_bits_whatever_the_others_ask_for(folder: Path, what: str) -> None:
+    """The prompts are put through alone, where company rounds otherwise."""
+    plain = [GenerateRequest(np.arange(2, 9, dtype=np.int32), SamplingParams(40, seed=s, temperature=0.7)) for s in range(4)]
+    asking = GenerateRequest(np.arange(9, 30, dtype=np.int32), SamplingParams(60, seed=9, **ASKING[what]))  # type: ignore[arg-type]
+    alone, together = engine_of(folder), engine_of(folder)
+    number = together.submit(asking)
+    together.step()
+    found, expected = generated(together, plain), generated(alone, plain)
+    together.abort(number)
+    for a, b in zip(found, expected, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.logprobs[1:].tolist() == b.logprobs[1:].tolist()
