@@ -6,9 +6,9 @@ that go on with the most frequent token.
 
     last tokens of a row ──hash with the scope──► table ──► (text, place) ──compare──► what follows there
 
-Memory is bounded twice. The table has a fixed number of places. Finished texts are kept up to a number of tokens: those of the
-scope that was asked for longest ago go first, and of one scope the oldest. A scope is indexed when a row of it first asks, so
-that texts that nobody continues cost nothing but their tokens.
+Memory is bounded twice. The table has a fixed number of places. Finished texts are kept up to a number of tokens and of texts:
+those of the scope that was asked for longest ago go first, and of one scope the oldest. A scope is indexed when a row of it
+first asks, so that texts that nobody continues cost nothing but their tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ MAX_TOKENS = 1 << 21
 """Tokens of finished texts that are kept: 8 MiB."""
 MAX_SCOPE_TOKENS = 1 << 17
 """The same of one scope: of a task that comes again and again, the newest attempts."""
+MAX_TEXTS = 1 << 15
+"""Texts that are kept, of which each takes about a kilobyte beside its tokens."""
+SCOPES = 16
+"""Of the texts one scope has at most one part in so many, as of the tokens."""
 MAX_PROMPT_TOKENS = 1 << 12
 """The end of a prompt that is kept; every turn of a conversation has one."""
 TABLE_SIZE = 1 << 20
@@ -116,9 +120,10 @@ class Texts:
         max_tokens: int = MAX_TOKENS,
         max_scope_tokens: int = MAX_SCOPE_TOKENS,
         table_size: int = TABLE_SIZE,
+        max_texts: int = MAX_TEXTS,
     ) -> None:
         assert table_size & (table_size - 1) == 0
-        self._rows, self._max_tokens, self._max_scope_tokens = rows, max_tokens, max_scope_tokens
+        self._rows, self._max_tokens, self._max_scope_tokens, self._max_texts = rows, max_tokens, max_scope_tokens, max_texts
         self._table = np.full(table_size, -1, np.int64)
         """Number of a text and an offset in it; -1 where no n-gram is."""
         self._next = np.full(table_size, -1, np.int32)
@@ -175,12 +180,9 @@ class Texts:
         scope = text.scope
         scope.num_tokens += text.num_kept
         self.num_kept_tokens += text.num_kept
-        for other in list(scope.texts.values()):
-            if scope.num_tokens <= self._max_scope_tokens:
-                break
-            if other.sequence is None:
-                self._forget(other)
-        while self.num_kept_tokens > self._max_tokens:
+        while scope.num_tokens > self._max_scope_tokens or len(scope.texts) - scope.num_growing > self._max_texts // SCOPES:
+            self._forget(next(other for other in scope.texts.values() if other.sequence is None))
+        while self.num_kept_tokens > self._max_tokens or len(self._texts) > self._max_texts:
             idle = next((key for key, scope in self._scopes.items() if not scope.num_growing), None)
             if idle is None:
                 return

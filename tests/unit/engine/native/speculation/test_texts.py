@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from support.growing_texts import PROMPT, World
 
-from redline.engine.native.speculation.texts import ORDERS, PIECE
+from redline.engine.native.speculation.texts import ORDERS, PIECE, SCOPES
 
 
 def test_a_sibling_that_said_the_same_says_what_follows() -> None:
@@ -135,3 +135,17 @@ def test_every_turn_of_a_conversation_may_copy_from_its_own_prompt() -> None:
     later = world.begin(1, prompt=np.concatenate([PROMPT, np.arange(300, 320, dtype=np.int32)]))
     world.grow(later, 305, 306, 307)
     assert world.what_follows(later) == [308, 309, 310, 311]
+
+
+def test_short_texts_are_bounded_by_their_number() -> None:
+    """Each takes as much beside its tokens as hundreds of those do."""
+    world = World(max_texts=64)
+    growing = world.begin(0)
+    for number in range(1000):
+        world.texts.remember(f"task {number}".encode(), np.array([number], np.int32))
+    assert len(world.texts._texts) == 64
+    assert len(world.texts._scopes) <= 64
+    for number in range(1000):
+        world.texts.remember(b"task", np.array([*PROMPT, 4, 5, number, number], np.int32))
+    assert len(growing.scope.texts) == 64 // SCOPES + 1, "and the one that grows"
+    assert world.what_follows(growing)[:3] == [4, 5, 999], "the newest stay"
