@@ -231,7 +231,7 @@ def test_a_file_that_is_not_as_it_was_written_is_compiled_again(
 ) -> None:
     """Loading one ends the process. The loader sees by itself that a file is far too short, and no more."""
     assert loaded_by_a_new_process(source) == 0
-    [kept] = own_cache.iterdir()
+    [kept] = own_cache.glob("small-*")  # where the processes are forked from may have compiled others
     whole = kept.read_bytes()
     kept.write_bytes(damage(whole))
     assert loaded_by_a_new_process(source) == 0
