@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from redline.errors import CompareError
+from redline.kernels.cpu.products import products
 from redline.lab.evidence.statistics import of_log_ratios
 from redline.lab.gate.baseline import RATIO, Baseline, Check, Figure, device_class
 from redline.lab.gate.counts import count
@@ -126,6 +127,7 @@ def _identity(device: torch.device) -> dict[str, Any]:
         "machine": machine,
         "reference": VERSION,
         "libraries": {"python": python, "torch": torch_version},
+        "decodes_in_c": device.type == "cpu" and products() is not None,
     }
 
 
