@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.kernels.available import kernels_serve
+from redline.kernels.cpu import training as cpu
 from redline.models.attention.limits import Limits
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
 from redline.models.layers import few_rows
@@ -136,6 +137,8 @@ class DecoderLayer(nn.Module):
             heads = training_kernels.rotate_(projected, spec.num_heads + spec.num_kv_heads, *rotary).view(shape)
             q_THD, k_TKD, v_TKD = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
             return attend(self.index, q_THD, k_TKD, v_TKD).flatten(1)
+        if self.q_norm is None and cpu.serves(projected, spec.head_dim // 2):
+            return attend(self.index, *cpu.turned_heads(projected, spec.num_heads, spec.num_kv_heads, *rotary)).flatten(1)
         heads = projected.view(shape)
         qk, v_TKD = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -178,8 +181,8 @@ class Decoder(nn.Module):
 
     def training_code(self, dtype: torch.dtype) -> LayerCode:
         """What runs its layers in a training step that computes in `dtype`."""
-        kernels = kernels_serve(next(self.parameters()))
-        return layer_code(self.spec, dtype, self.checkpointing, kernels=kernels, whole=self._are_whole)
+        kernels, compiled = kernels_serve(self.embed), self.embed.is_cpu and cpu.is_there()
+        return layer_code(self.spec, dtype, self.checkpointing, kernels=kernels, whole=self._are_whole, compiled=compiled)
 
     @property
     def _are_whole(self) -> bool:
@@ -265,5 +268,7 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight: Tensor, eps: flo
 
         fused = training_kernels if torch.is_grad_enabled() else kernels
         return fused.add_rms_norm(x_TE, delta_TE, weight, eps)
+    if cpu.serves(x_TE, x_TE.shape[-1]) and weight.dtype is x_TE.dtype:
+        return cpu.add_rms_norm(x_TE, delta_TE, weight, eps)
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     return x_TE, rms_norm(x_TE, weight, eps)

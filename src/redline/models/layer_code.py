@@ -12,19 +12,34 @@ from redline.models.spec import DecoderSpec, ModelShape
 Checkpointing = Literal["none", "light", "selective", "full"]
 """What the backward pass computes again. `light`: the MLPs' activations, `selective`: the MLPs, `full`: all layers, each from
 its inputs."""
-LayerCode = Literal["fused", "kernels", "eager"]
-"""`fused`: forward and backward by hand (`layers/fused.py`). `kernels`: autograd around `kernels/training.py`. `eager`:
-autograd around torch's own operations."""
+LayerCode = Literal["fused", "kernels", "compiled", "eager"]
+"""`fused`: forward and backward by hand (`layers/fused.py`). `kernels`: autograd around `kernels/training.py`. `compiled`:
+autograd around the C of `kernels/cpu/training.py`. `eager`: autograd around torch's own operations."""
+LANES = 16
+"""Columns that rows must be multiples of for the C."""
 
 
-def layer_code(shape: ModelShape, dtype: torch.dtype, checkpointing: Checkpointing, *, kernels: bool, whole: bool) -> LayerCode:
+def layer_code(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    checkpointing: Checkpointing,
+    *,
+    kernels: bool,
+    whole: bool,
+    compiled: bool = False,
+) -> LayerCode:
     """The code that runs a layer of this shape with gradients.
 
     `kernels`: the Triton kernels serve on the device (`kernels/available.py`). `whole`: every projection is a plain linear that
     this process has to itself, without an adapter. Layers by hand know half precision, no norm on heads, no bias but that of
-    the queries, keys and values, no experts, and cannot compute an MLP again."""
-    if not kernels or not isinstance(shape, DecoderSpec):
+    the queries, keys and values, no experts, and cannot compute an MLP again. `compiled`: there is the C for a CPU, which knows
+    float32."""
+    if not isinstance(shape, DecoderSpec):
         return "eager"
+    if not kernels:
+        inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
+        has_rows = shape.hidden_size % LANES == inner % LANES == 0
+        return "compiled" if compiled and has_rows and dtype is torch.float32 else "eager"
     by_hand = whole and checkpointing != "selective" and dtype.itemsize == 2
     has_more = shape.qk_norm or shape.o_bias or shape.mlp_bias or shape.experts is not None
     return "fused" if by_hand and not has_more else "kernels"

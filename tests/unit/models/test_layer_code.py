@@ -27,6 +27,10 @@ OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
     [
         ({}, "fused"),
         ({"kernels": False}, "eager"),
+        ({"kernels": False, "compiled": True}, "eager"),
+        ({"kernels": False, "compiled": True, "dtype": torch.float32}, "compiled"),
+        ({"kernels": False, "compiled": True, "dtype": torch.float32, "shape": OTHER_NETWORK}, "eager"),
+        ({"kernels": False, "dtype": torch.float32}, "eager"),
         ({"checkpointing": "light"}, "fused"),
         ({"checkpointing": "selective"}, "kernels"),
         ({"checkpointing": "full"}, "fused"),

@@ -312,7 +312,7 @@ def test_gradient_checkpointing_keeps_less_for_the_backward_pass(bench: Bench, b
     kept = {kind: bytes_kept(bench, batches[0], kind) for kind in get_args(Checkpointing)}
     assert kept["full"] < 0.6 * kept["selective"]
     assert kept["selective"] < 0.9 * kept["light"]
-    assert kept["light"] < 0.9 * kept["none"]
+    assert kept["light"] < 0.95 * kept["none"]  # the product of gate and up alone, where the activation keeps no more
 
 
 def bytes_kept(bench: Bench, batch: TrainBatch, kind: str) -> int:

@@ -19,6 +19,7 @@ import torch
 from redline.child import KILLED, ChildError, only_answer, take_stdout
 from redline.errors import NoRoomError, TrainingError
 from redline.kernels.available import has_triton
+from redline.kernels.cpu import training
 from redline.lab.bench.settings import MemorySettings, as_recipe
 from redline.lab.material.networks import Network, make_network
 from redline.lab.material.train_batches import random_batch
@@ -113,7 +114,8 @@ def _planned(decoder: AnyDecoder, settings: MemorySettings, sequences: int) -> d
     )
     checkpointing: Checkpointing = config.gradient_checkpointing
     kernels = settings.device == "cuda" and has_triton()
-    code = layer_code(decoder.spec, dtype, checkpointing, kernels=kernels, whole=not config.lora.rank)
+    compiled = settings.device == "cpu" and training.is_there()
+    code = layer_code(decoder.spec, dtype, checkpointing, kernels=kernels, whole=not config.lora.rank, compiled=compiled)
     each = token_bytes(decoder.spec, sum(p.numel() for p in decoder.parameters()), dtype, checkpointing, code)
     activations = logits_bytes(decoder.spec, dtype) + sequences * settings.tokens * each.training
     return Memory(held.weights, held.masters + held.moments, held.gradients, activations).as_json()

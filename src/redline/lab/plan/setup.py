@@ -10,6 +10,7 @@ import torch
 
 from redline.config import Config, resolve
 from redline.errors import ConfigError
+from redline.kernels.cpu import training
 from redline.lab.material.workloads import RANDOM
 from redline.lab.plan.devices import Device
 from redline.lab.plan.shapes import Model, describe_model
@@ -137,7 +138,9 @@ class Setup:
     @property
     def layer_code(self) -> LayerCode:
         whole = not self.config.trainer.lora.rank
-        return layer_code(self.model.shape, self.dtype, self.checkpointing, kernels=self.device.is_gpu, whole=whole)
+        on_gpu = self.device.is_gpu
+        facts = {"kernels": on_gpu, "whole": whole, "compiled": not on_gpu and training.is_there()}
+        return layer_code(self.model.shape, self.dtype, self.checkpointing, **facts)
 
     @property
     def shares_prompts(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from redline.kernels.available import kernels_serve
+from redline.kernels.cpu import training as cpu
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -21,6 +22,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from redline.kernels import training as training_kernels
 
         return (training_kernels if torch.is_grad_enabled() else kernels).silu_mul(gate_up)
+    if cpu.serves(gate_up, gate_up.shape[-1] // 2):
+        return cpu.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

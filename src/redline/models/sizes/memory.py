@@ -159,20 +159,22 @@ def layer_bytes(
         experts     -           3 I + 2 P   4 I + 2 P     I of all that a token goes to; P: what they are given, or return
         adapters    -           theirs      theirs        `adapter_columns`: what A makes of a token
 
-    f: in float32 whatever the dtype. Where `scores` are written out (`packed_attention.py`, on the CPU), heads times keys for
-    each token, they take the place of the log-sum-exps and of the output in rows, and queries, keys and values are float32.
+    f: in float32 whatever the dtype. Compiled is eager but for norms and MLP, which are those of kernels. Where `scores` are
+    written out (`packed_attention.py`, on the CPU), heads times keys for each token, they take the place of the log-sum-exps
+    and of the output in rows, and queries, keys and values are float32.
     """
     E, A, C = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     (I, passed), H = _mlp_columns(shape, num_parameters), shape.num_heads  # noqa: E741
     has_qk_norm = isinstance(shape, DecoderSpec) and shape.qk_norm
     size = dtype.itemsize
     heads, scratch = A + 2 * C, _attention_scratch(shape, size)
-    if code == "eager":
-        norms = 2 * (2 * FLOAT32 + size) * E
+    if code in ("eager", "compiled"):
+        is_eager = code == "eager"
+        norms = 2 * (2 * FLOAT32 + size) * E if is_eager else size * 4 * E + 2 * FLOAT32
         qk_norm = 2 * FLOAT32 * (A + C) if has_qk_norm else 0
         attention = size * A + (FLOAT32 * (heads + scores) if scores else size * (heads + A) + FLOAT32 * H)
-        mlp = size * (4 * I + passed)
-        backward = size * (4 * E + max(5 * I + passed, 3 * heads)) + 2 * FLOAT32 * scores
+        mlp = size * ((3 + is_eager) * I + passed)
+        backward = size * (4 * E + max((3 + 2 * is_eager) * I + passed, 3 * heads)) + 2 * FLOAT32 * scores
     else:
         norms = size * 4 * E + 2 * FLOAT32
         qk_norm = size * (A + C) if has_qk_norm else 0

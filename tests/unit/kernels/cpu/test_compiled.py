@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.forks import FORKS
 
-from redline.kernels.cpu import compiled, draws, products, steps
+from redline.kernels.cpu import compiled, draws, products, steps, training
 from redline.kernels.cpu.compiled import FLAGS
 
 NAMES = ("gcc", *(f"gcc-{version}" for version in range(9, 17)))
@@ -23,6 +23,7 @@ GCCS = {os.path.realpath(path): name for name in reversed(NAMES) if (path := shu
 SOURCES = {
     "products": [products.SOURCE],
     "draws": [draws.SOURCE],
+    "training": [training.SOURCE],
     "steps, float32": [steps.SOURCE, "-DD=64", "-DBFLOAT16=0"],
     "steps, bfloat16": [steps.SOURCE, "-DD=96", "-DBFLOAT16=1"],
 }

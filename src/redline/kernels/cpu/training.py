@@ -1,0 +1,132 @@
+"""What a training step does between its products on a CPU, in float32, with gradients: `training.c`.
+
+torch does each of these in several passes over memory, forward and backward, and keeps more for the backward pass. Here a norm
+keeps its sum and a factor of each token, the activation its input, and the rotation nothing.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu.compiled import library
+
+SOURCE = Path(__file__).with_suffix(".c")
+LANES = 16
+"""Numbers that rows are multiples of; the longest vector's."""
+
+
+def is_there() -> bool:
+    """Compiles them when it is first asked."""
+    return _functions() is not None
+
+
+def serves(x: Tensor, width: int) -> bool:
+    """Whether these functions take a tensor of such rows, or parts of rows."""
+    return x.is_cpu and x.dtype is torch.float32 and width % LANES == 0 and is_there()
+
+
+def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream after `delta`, and its RMS norm."""
+    if delta_TE is None:
+        return x_TE, _AddRMSNorm.apply(x_TE, None, weight_E, eps)
+    return _AddRMSNorm.apply(x_TE, delta_TE, weight_E, eps)
+
+
+def silu_mul(gate_up_TI: Tensor) -> Tensor:
+    """silu(gate) · up, [T, I], from the two side by side, [T, 2 · I]."""
+    return _SiluMul.apply(gate_up_TI)
+
+
+def turned_heads(
+    heads_TX: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, H, D], keys and values [T, K, D], the first two rotated. cos and sin are [T, 1, D / 2] of `rotary_table`."""
+    return _TurnedHeads.apply(heads_TX, num_heads, num_kv_heads, cos, sin)
+
+
+@cache
+def _functions() -> Any | None:
+    compiled = library(SOURCE)
+    if compiled is None:
+        return None
+    sizes = [c_long, c_long]
+    compiled.add_rms_norm.argtypes = [*[c_void_p] * 6, *sizes, c_float, c_int]
+    compiled.rms_norm_backward.argtypes = [*[c_void_p] * 7, *sizes, c_int]
+    compiled.silu_mul.argtypes = [*[c_void_p] * 2, *sizes, c_int]
+    compiled.silu_mul_backward.argtypes = [*[c_void_p] * 3, *sizes, c_int]
+    compiled.turn_heads.argtypes = [*[c_void_p] * 6, *[c_long] * 4, c_int, c_int]
+    return compiled
+
+
+def _call(name: str, tensors: tuple[Tensor | None, ...], *sizes: float) -> None:
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    getattr(_functions(), name)(*pointers, *sizes, torch.get_num_threads())
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> Any:
+        x_TE, delta_TE = x_TE.contiguous(), None if delta_TE is None else delta_TE.contiguous()
+        sum_TE, normed_TE = x_TE if delta_TE is None else torch.empty_like(x_TE), torch.empty_like(x_TE)
+        scale_T = x_TE.new_empty(len(x_TE))
+        _call("add_rms_norm", (x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T), *x_TE.shape, eps)
+        ctx.save_for_backward(sum_TE, weight_E, scale_T)
+        ctx.set_materialize_grads(False)
+        return normed_TE if delta_TE is None else (sum_TE, normed_TE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        sum_TE, weight_E, scale_T = ctx.saved_tensors
+        grad_sum_TE, grad_normed_TE = grads if len(grads) == 2 else (None, *grads)
+        if grad_normed_TE is None:
+            return grad_sum_TE, grad_sum_TE if ctx.needs_input_grad[1] else None, None, None
+        grad_TE, parts_PE = torch.empty_like(sum_TE), sum_TE.new_zeros(torch.get_num_threads(), len(weight_E))
+        given = (grad_normed_TE.contiguous(), None if grad_sum_TE is None else grad_sum_TE.contiguous())
+        _call("rms_norm_backward", (sum_TE, weight_E, scale_T, *given, grad_TE, parts_PE), *sum_TE.shape)
+        return grad_TE, grad_TE if ctx.needs_input_grad[1] else None, parts_PE.sum(dim=0), None
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_TI: Tensor) -> Tensor:
+        gate_up_TI = gate_up_TI.contiguous()
+        T, both = gate_up_TI.shape
+        out_TI = gate_up_TI.new_empty(T, both // 2)
+        _call("silu_mul", (gate_up_TI, out_TI), T, both // 2)
+        ctx.save_for_backward(gate_up_TI)
+        return out_TI
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_TI: Tensor) -> Tensor:
+        (gate_up_TI,) = ctx.saved_tensors
+        grad_TI = torch.empty_like(gate_up_TI)
+        _call("silu_mul_backward", (gate_up_TI, grad_out_TI.contiguous(), grad_TI), *grad_out_TI.shape)
+        return grad_TI
+
+
+class _TurnedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads_TX: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor, sin: Tensor) -> Any:
+        heads_TX, cos, sin = heads_TX.contiguous(), cos.contiguous(), sin.contiguous()
+        T, D = len(heads_TX), 2 * cos.shape[-1]
+        q_THD, k_TKD, v_TKD = (heads_TX.new_empty(T, number, D) for number in (num_heads, num_kv_heads, num_kv_heads))
+        sizes = (T, num_heads, num_kv_heads, D)
+        _call("turn_heads", (heads_TX, q_THD, k_TKD, v_TKD, cos, sin), *sizes, False)
+        ctx.save_for_backward(cos, sin)
+        ctx.sizes = sizes
+        return q_THD, k_TKD, v_TKD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        T, num_heads, num_kv_heads, D = ctx.sizes
+        grad_TX = cos.new_empty(T, (num_heads + 2 * num_kv_heads) * D)
+        _call("turn_heads", (grad_TX, *(grad.contiguous() for grad in grads), cos, sin), *ctx.sizes, True)
+        return grad_TX, None, None, None, None
