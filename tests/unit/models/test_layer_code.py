@@ -18,6 +18,7 @@ from redline.models.layer_code import Checkpointing, layer_code
 from redline.models.lora.trainable import add_adapter
 from redline.models.parallel import Shard, shard_decoder
 from redline.models.spec import ExpertsSpec, ModelShape
+from redline.models.stage import cut_stage
 
 OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
 
@@ -92,3 +93,10 @@ def test_a_part_of_a_decoder_is_no_longer_whole(decoder: Decoder) -> None:
 
 def test_on_the_cpu_no_kernel_runs_a_layer(decoder: Decoder) -> None:
     assert decoder.training_code(torch.bfloat16) == "eager"
+
+
+def test_a_stage_without_an_embedding_and_the_whole_network_agree(decoder: Decoder) -> None:
+    last = cut_stage(decoder, 1, 2)
+    assert last.embed is None
+    for dtype in (torch.float32, torch.bfloat16):
+        assert last.training_code(dtype) == decoder.training_code(dtype)
