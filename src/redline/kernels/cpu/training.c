@@ -57,13 +57,15 @@ void rms_norm_backward(
     }
 }
 
-// silu(gate) . up, [T, I], of the two side by side, [T, 2 I].
+// silu(gate) . up, [T, I], of the two side by side, [T, 2 I]. Where float32 has no number for e to the -gate, it is 0; of minus
+// infinity NaN, as in torch.
 void silu_mul(const float* gate_up, float* out, long T, long I, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long t = 0; t < T; t++)
         EACH(i, I) {
             vec gate = get(gate_up + t * 2 * I + i), up = get(gate_up + (t * 2 + 1) * I + i);
-            put(out + t * I + i, gate / (1 + exponential(-gate)) * up);
+            vec active = choose(gate < -88.f, gate * 0.f, gate / (1 + exponential(-gate)));
+            put(out + t * I + i, active * up);
         }
 }
 
@@ -72,7 +74,7 @@ void silu_mul_backward(const float* gate_up, const float* grad_out, float* grad,
     for (long t = 0; t < T; t++)
         EACH(i, I) {
             vec gate = get(gate_up + t * 2 * I + i), up = get(gate_up + (t * 2 + 1) * I + i), g = get(grad_out + t * I + i);
-            vec share = 1 / (1 + exponential(-gate));
+            vec share = choose(gate < -88.f, gate * 0.f, 1 / (1 + exponential(-gate)));
             put(grad + t * 2 * I + i, g * up * share * (1 + gate * (1 - share)));
             put(grad + (t * 2 + 1) * I + i, g * gate * share);
         }

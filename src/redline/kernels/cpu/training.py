@@ -65,14 +65,24 @@ def _functions() -> Any | None:
 
 
 def _call(name: str, tensors: tuple[Tensor | None, ...], *sizes: float) -> None:
-    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    """Addresses are all that the C is given: it reads on where a tensor ends, and other types as float32."""
+    assert all(tensor is None or (tensor.is_contiguous() and tensor.dtype is torch.float32) for tensor in tensors)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     getattr(_functions(), name)(*pointers, *sizes, torch.get_num_threads())
+
+
+def _check_once() -> None:
+    """Called by backward passes, in which autograd records for `create_graph` alone. It would take what C computes for
+    constants; torch's `once_differentiable` says nothing to `torch.autograd.grad`."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("layers of a training step in C have no second derivatives: leave out create_graph")
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> Any:
+        assert weight_E.shape == x_TE.shape[1:]
+        assert (delta_TE is None or delta_TE.shape == x_TE.shape)
         x_TE, delta_TE = x_TE.contiguous(), None if delta_TE is None else delta_TE.contiguous()
         sum_TE, normed_TE = x_TE if delta_TE is None else torch.empty_like(x_TE), torch.empty_like(x_TE)
         scale_T = x_TE.new_empty(len(x_TE))
@@ -83,6 +93,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        _check_once()
         sum_TE, weight_E, scale_T = ctx.saved_tensors
         grad_sum_TE, grad_normed_TE = grads if len(grads) == 2 else (None, *grads)
         if grad_normed_TE is None:
@@ -105,6 +116,7 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out_TI: Tensor) -> Tensor:
+        _check_once()
         (gate_up_TI,) = ctx.saved_tensors
         grad_TI = torch.empty_like(gate_up_TI)
         _call("silu_mul_backward", (gate_up_TI, grad_out_TI.contiguous(), grad_TI), *grad_out_TI.shape)
@@ -116,6 +128,8 @@ class _TurnedHeads(torch.autograd.Function):
     def forward(ctx: Any, heads_TX: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor, sin: Tensor) -> Any:
         heads_TX, cos, sin = heads_TX.contiguous(), cos.contiguous(), sin.contiguous()
         T, D = len(heads_TX), 2 * cos.shape[-1]
+        assert heads_TX.shape == (T, (num_heads + 2 * num_kv_heads) * D)
+        assert cos.shape == sin.shape == (T, 1, D // 2)
         q_THD, k_TKD, v_TKD = (heads_TX.new_empty(T, number, D) for number in (num_heads, num_kv_heads, num_kv_heads))
         sizes = (T, num_heads, num_kv_heads, D)
         _call("turn_heads", (heads_TX, q_THD, k_TKD, v_TKD, cos, sin), *sizes, False)
@@ -125,6 +139,7 @@ class _TurnedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        _check_once()
         cos, sin = ctx.saved_tensors
         T, num_heads, num_kv_heads, D = ctx.sizes
         grad_TX = cos.new_empty(T, (num_heads + 2 * num_kv_heads) * D)

@@ -93,7 +93,7 @@ def test_the_activation(rows: int, width: int) -> None:
     assert_same(lambda gate_up: (training.silu_mul(gate_up),), torchs, gate_up)
 
 
-@pytest.mark.parametrize("gate", [-1e4, -200.0, -89.0, -88.0, 88.0, 200.0, 1e4])
+@pytest.mark.parametrize("gate", [-3e38, -1e20, -1e4, -200.0, -89.0, -88.0, 88.0, 200.0, 1e4])
 def test_an_activation_far_out_is_neither_lost_nor_nan(gate: float) -> None:
     gate_up = torch.cat([torch.full((1, 16), gate), torch.ones(1, 16)], dim=1).requires_grad_()
     out = training.silu_mul(gate_up)
@@ -101,6 +101,15 @@ def test_an_activation_far_out_is_neither_lost_nor_nan(gate: float) -> None:
     assert gate_up.grad is not None
     torch.testing.assert_close(out, torch.full((1, 16), max(gate, 0.0)), atol=1e-30, rtol=1e-6)
     torch.testing.assert_close(gate_up.grad[:, :16], torch.full((1, 16), float(gate > 0)), atol=1e-30, rtol=1e-6)
+
+
+def test_an_activation_of_minus_infinity_is_nan_as_in_torch() -> None:
+    gate_up = torch.cat([torch.full((1, 16), -torch.inf), torch.ones(1, 16)], dim=1).requires_grad_()
+    out = training.silu_mul(gate_up)
+    out.sum().backward()
+    assert gate_up.grad is not None
+    assert out.isnan().all()
+    assert gate_up.grad.isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 300])
@@ -140,6 +149,42 @@ def test_other_dtypes_and_widths_are_torch_s() -> None:
     assert not training.serves(drawn(2, 32), 24)
     assert not training.serves(drawn(2, 32).bfloat16(), 32)
     assert not training.serves(drawn(2, 32).double(), 32)
+
+
+TABLE = (torch.ones(2, 1, 16), torch.zeros(2, 1, 16))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: training.add_rms_norm(x, x[:1], drawn(96), EPS),
+        lambda x: training.add_rms_norm(x, x.bfloat16(), drawn(96), EPS),
+        lambda x: training.add_rms_norm(x, x, drawn(80), EPS),
+        lambda x: training.turned_heads(x, 1, 1, *(part[:1] for part in TABLE)),
+        lambda x: training.turned_heads(x, 1, 1, *(part[..., :8] for part in TABLE)),
+        lambda x: training.turned_heads(x, 1, 1, *(part.bfloat16() for part in TABLE)),
+    ],
+    ids=["fewer rows", "another dtype", "another width", "fewer positions", "a part of a head", "turned in another dtype"],
+)
+def test_tensors_that_do_not_fit_are_refused(call: Callable[[Tensor], object]) -> None:
+    with pytest.raises(AssertionError):
+        call(drawn(2, 96))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: training.add_rms_norm(x, None, drawn(96), EPS)[1],
+        lambda x: training.add_rms_norm(x, x, drawn(96), EPS)[0],
+        lambda x: training.silu_mul(x),
+        lambda x: training.turned_heads(x, 1, 1, *TABLE)[0],
+    ],
+    ids=["norm", "sum", "activation", "rotation"],
+)
+def test_a_second_derivative_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    x = drawn(2, 96).requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad((function(x) ** 2).sum() + (x**4).sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("shape", [{"head_dim": 32}, {"head_dim": 64, "num_key_value_heads": 1}], ids=str)
