@@ -82,7 +82,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> Any:
         assert weight_E.shape == x_TE.shape[1:]
-        assert (delta_TE is None or delta_TE.shape == x_TE.shape)
+        assert delta_TE is None or delta_TE.shape == x_TE.shape
         x_TE, delta_TE = x_TE.contiguous(), None if delta_TE is None else delta_TE.contiguous()
         sum_TE, normed_TE = x_TE if delta_TE is None else torch.empty_like(x_TE), torch.empty_like(x_TE)
         scale_T = x_TE.new_empty(len(x_TE))
