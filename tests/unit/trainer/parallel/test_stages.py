@@ -71,7 +71,8 @@ def assert_same(together: list[Outcome], alone: Outcome, tolerance: float = 1e-5
     for ours, theirs in zip(first.reports, alone.reports, strict=True):
         for name in ("loss", "grad_norm", "entropy", "clip_fraction", "mismatch_kl", "max_ratio", "num_trained_tokens"):
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-4, abs=1e-6), name
-        assert ours.extra == pytest.approx(theirs.extra, rel=1e-3, abs=1e-6)
+        beside = {name: value for name, value in ours.extra.items() if name != "rank_imbalance"}  # of several pipelines alone
+        assert beside == pytest.approx(theirs.extra, rel=1e-3, abs=1e-6)
     assert_close(part_of(first.state, "master/"), part_of(alone.state, "master/"), tolerance)
     for moment in ("exp_avg/", "exp_avg_sq/"):
         assert_close(part_of(first.state, moment), part_of(alone.state, moment), tolerance=10 * tolerance)
