@@ -70,7 +70,7 @@ def assert_same(together: list[Outcome], alone: Outcome, tolerance: float = 1e-5
         assert other.state == {}
     for ours, theirs in zip(first.reports, alone.reports, strict=True):
         for name in ("loss", "grad_norm", "entropy", "clip_fraction", "mismatch_kl", "max_ratio", "num_trained_tokens"):
-            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-4, abs=1e-6), name
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=10 * tolerance, abs=1e-6), name
         beside = {name: value for name, value in ours.extra.items() if name != "rank_imbalance"}  # of several pipelines alone
         assert beside == pytest.approx(theirs.extra, rel=1e-3, abs=1e-6)
     assert_close(part_of(first.state, "master/"), part_of(alone.state, "master/"), tolerance)
@@ -101,8 +101,9 @@ def test_four_processes_in_every_arrangement(
     folder = (bench if tied else untied).folder
     for keys, tolerance in (
         ({"kl_coef": 0.3, **CLIPPED}, 1e-5),
-        ({"lora": {"rank": 3}, "kl_coef": 0.3}, 1e-4),  # begins at zero, where AdamW makes more of a rounding
-        ({"mini_batches": 3, "epochs": 2}, 1e-4),  # eighteen updates
+        # Begins at zero, where AdamW makes more of a rounding, the more the smaller its eps.
+        ({"lora": {"rank": 3}, "kl_coef": 0.3, "eps": 1e-2}, 1e-4),
+        ({"mini_batches": 3, "epochs": 2, "eps": 1e-2}, 1e-4),  # eighteen updates
     ):
         together = four.run(train, folder, batches, keys | SMALL_BATCHES | arrangement)
         assert_same(together, train(folder, batches, keys | SMALL_BATCHES), tolerance)
