@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from redline.kernels.cpu.training import LANES
 from redline.models.spec import DecoderSpec, ModelShape
 
 Checkpointing = Literal["none", "light", "selective", "full"]
@@ -15,8 +16,6 @@ its inputs."""
 LayerCode = Literal["fused", "kernels", "compiled", "eager"]
 """`fused`: forward and backward by hand (`layers/fused.py`). `kernels`: autograd around `kernels/training.py`. `compiled`:
 autograd around the C of `kernels/cpu/training.py`. `eager`: autograd around torch's own operations."""
-LANES = 16
-"""Columns that rows must be multiples of for the C."""
 
 
 def layer_code(
