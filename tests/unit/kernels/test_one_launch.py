@@ -12,23 +12,44 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from redline.kernels.decode import one_launch
-from redline.kernels.decode.one_launch import LayerTensors, OneLaunch, Shape, macros, pays, serves, shared_bytes
+from redline.kernels.decode.one_launch import (
+    LayerTensors,
+    OneLaunch,
+    Shape,
+    down_parts,
+    macros,
+    most_rows,
+    serves,
+    shared_bytes,
+)
 
 HALF_BILLION = Shape(896, 14, 2, 64, 4864, 151_936, 24, 64, head_norms=False)
 SMALL = Shape(256, 14, 2, 64, 1184, 1000, 5, 64, head_norms=False)
 NORMED = Shape(320, 16, 8, 128, 1088, 1000, 4, 16, head_norms=True)
 WIDER = Shape(1024, 16, 4, 64, 2816, 1000, 4, 32, head_norms=False)
+SEVEN_BILLION = Shape(3584, 28, 4, 128, 18944, 152_064, 28, 64, head_norms=False)
+LARGE = replace(SEVEN_BILLION, vocab=1000, layers=4)
 CONTEXT = 1536
 EPS = 1e-6
 
 
 def test_what_is_served_says_so_without_a_gpu() -> None:
-    assert pays(HALF_BILLION)
-    assert not pays(replace(HALF_BILLION, hidden=3584, head_dim=128))
+    assert most_rows(HALF_BILLION) == one_launch.MOST_ROWS
+    assert most_rows(replace(HALF_BILLION, head_dim=128)) == 16
+    assert most_rows(replace(HALF_BILLION, hidden=1536)) == 16
+    assert most_rows(replace(HALF_BILLION, hidden=2048, kv_heads=8)) == 4
+    assert most_rows(SEVEN_BILLION) == 8
     assert not serves(HALF_BILLION, torch.bfloat16, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("shape", [HALF_BILLION, SMALL, NORMED, WIDER])
+def test_the_product_down_is_cut_where_its_sums_can_meet_at_once() -> None:
+    assert down_parts(HALF_BILLION, 132) == 6  # a chunk each
+    assert down_parts(SEVEN_BILLION, 132) == 2  # of 22 chunks: with 11 parts a block would have 38 units
+    assert down_parts(SMALL, 132) == 2
+    assert down_parts(replace(HALF_BILLION, inner=896), 132) == 1
+
+
+@pytest.mark.parametrize("shape", [HALF_BILLION, SMALL, NORMED, WIDER, SEVEN_BILLION])
 @pytest.mark.parametrize("halves", [1, 2, 4])
 @pytest.mark.parametrize("has_ahead", [False, True])
 def test_the_ring_takes_what_shared_memory_has(shape: Shape, halves: int, has_ahead: bool) -> None:
@@ -101,7 +122,7 @@ def gain(size: int) -> Tensor:
     return (1 + 0.1 * torch.randn(size, device="cuda")).bfloat16()
 
 
-@pytest.fixture(scope="module", params=[SMALL, NORMED, WIDER], ids=["biases", "head norms", "two chunks"])
+@pytest.fixture(scope="module", params=[SMALL, NORMED, WIDER, LARGE], ids=["biases", "head norms", "two chunks", "large"])
 def network(request: pytest.FixtureRequest) -> Network:
     if not serves(request.param, torch.bfloat16, torch.device("cuda")):
         pytest.skip("the kernel is for Hopper")

@@ -10,15 +10,17 @@
 // word reads it until it says something else: no fence, no counter, no second trip to memory. Layers take turns with a few
 // sets of such words; when a block is through with a layer, all are through with the one before, and it writes ABSENT there.
 // What all blocks want lies in few places, which serve one request after the other, so nobody asks for more than has to: rows
-// that are not there are not read, one warp waits for its block before the others read, and a product with a long K is cut
-// along it, so that a block needs a part of the activations only; its sums then meet those of a few others.
+// that are not there are not read, one warp waits for its block before the others read, a word is written in two places for
+// half of the blocks each, and a product with a long K is cut along it, so that a block needs a part of the activations only; its
+// sums then meet those of a few others.
 //
 // A stage holds 8 rows of a weight and at most 896 of its columns. The warps share K among them: a warp multiplies its columns
 // of the stage by those of the activations, which it holds in registers, and at the end of a batch of tiles their sums meet in
 // shared memory, in the order of the warps. So a result depends on nothing but its row.
 //
 // Sizes come as macros: E hidden, H heads, KV key/value heads, D of a head, INNER, VOCAB, PAGE, HALVES (of 8 rows: 1, 2 or 4),
-// STAGES, HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of the launch), AHEAD (1: several rows may be tokens of one line, 0: none are).
+// STAGES, IN_FLIGHT (of them, asked for at once: enough to keep memory busy), DOWN_PARTS (of the K of the product down),
+// HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of the launch), AHEAD (1: several rows may be tokens of one line, 0: none are).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -32,14 +34,16 @@ typedef unsigned long long u64;
 #define MOST_TILES 10  // of 8 weight rows, whose sums the warps have room for
 #define G (H / KV)
 #define MOST_PARTS 16
+#define TOKENS (D == 64 ? 32 : 16)  // of a tile of cached keys and values: as many as a warp has registers for
+#define FITS (8 * HALVES)  // rows
 #define SIXTEENS ((HALVES + 1) / 2)  // of rows, a tile of the tensor cores each
 #define ROWS 32
 #define ABSENT 0xffffffffu  // no number is rounded to this pair of bfloat16, nor does a sum give this float32
 #define SETS 4              // that layers take turns with; the last two layers have one each to themselves
 #define SET (ROWS * ((H + 2 * KV) * D + H * D + INNER + 2 * E))
+#define COPIES 2            // of all sets: half of the blocks ask in each
+#define COPY ((u64)(SETS + 2) * SET)
 #define PART (G * (D + 2))
-#define WARP_TILES 1           // of 32 cached tokens, that a warp has in a row's context before that is cut into parts
-#define IN_FLIGHT 2            // stages that are asked for at once: enough to keep memory busy
 #define WATCH_FROM 3           // rows from which on one warp waits for a block: of fewer all may ask, it is little
 #define PAIRS (HALVES < 4)     // two tiles of weights at a time, where there are registers for them
 #define MOST_TURNS (1u << 26)  // of waiting, a minute or so: then an error instead of a hang
@@ -56,14 +60,14 @@ struct Arguments {
     const int *lines, *table;
     u16 *sets, *logits;
     float* parts;    // [2][ROWS][KV][MOST_PARTS][PART]
-    float* partial;  // of the product down: [2][units][chunks][ROWS][8]
+    float* partial;  // of the product down: [2][units][DOWN_PARTS][ROWS][8]
     int rows, table_stride, num_positions, most_parts;
     float eps, scale;
 };
 
 // A share of the attention: a row's key/value head, and a part of the row's context.
 struct Unit {
-    int row, kv_head, part, parts, position, begin, end, line;  // begin and end in tiles of 32 tokens
+    int row, kv_head, part, parts, position, begin, end, line;  // begin and end in tiles
     int ahead;  // tokens in front of it that go in with it: the rows in front of it
 };
 
@@ -75,7 +79,7 @@ struct Shared {
     const u16* embedded[ROWS];
     uint4 angles[AHEAD ? 8 * HALVES : 1][D / 8];  // cos and sin of the unit's position, and of those ahead of it
     Unit unit;
-    int pages[WARPS][WARP_TILES][2];  // of its first tiles, by halves
+    int pages[WARPS][TOKENS / 16];  // of its first tile
 };
 
 // ── small things ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,35 +152,50 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
         ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// The same place in another copy of the sets.
+__device__ __forceinline__ u16* in_copy(u16* own, int copy) { return own + copy * COPY - blockIdx.x % COPIES * COPY; }
+__device__ __forceinline__ void give4(u16* own, u32 v) {
+#pragma unroll
+    for (int copy = 0; copy < COPIES; copy++) put4(in_copy(own, copy), v);
+}
+
 // ── products ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 enum Out { HEADS, RESIDUAL, GATED, LOGITS };
 
-template <int K, int N, Out OUT, bool MAY_BE_CUT = false>
+// PARTS blocks share the K of their units: each multiplies its part for all of them, and adds up the sums of some.
+template <int K, int N, Out OUT, int PARTS = 1>
 struct Product {
-    static constexpr int chunks = (K / 32 + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS;
+    static constexpr int parts = PARTS;
+    static constexpr int part_chunks = (K / 32 + CHUNK_BLOCKS * parts - 1) / (CHUNK_BLOCKS * parts);
+    static constexpr int chunks = part_chunks * parts;
     static constexpr int chunk_blocks = (K / 32 + chunks - 1) / chunks;
+    static_assert((chunks - 1) * chunk_blocks < K / 32, "a chunk without columns");
     static constexpr int per_warp = (chunk_blocks + WARPS - 1) / WARPS;
     static constexpr int sides = OUT == GATED ? 2 : 1;  // tiles of a unit
     static constexpr int units = ((OUT == GATED ? N / 2 : N) + 7) / 8;
-    static constexpr int most = (units + BLOCKS - 1) / BLOCKS;  // of a block
-    // Cut along K: as many blocks as there are chunks share as many units, each has a chunk of all of them and adds up one.
-    static constexpr int groups = (units + chunks - 1) / chunks;
-    static constexpr bool cut = MAY_BE_CUT && chunks > 1 && chunks <= MOST_TILES && groups * chunks <= BLOCKS;
-    static constexpr int batches = cut ? 1 : (most * sides + MOST_TILES - 1) / MOST_TILES;
-    static constexpr int batch = cut ? chunks : (most + batches - 1) / batches;  // units
+    static constexpr int groups = BLOCKS / parts;
+    static constexpr int most = (units + groups - 1) / groups;  // of a group
+    static constexpr int batches = (most * sides + MOST_TILES - 1) / MOST_TILES;
+    static constexpr int batch = (most + batches - 1) / batches;  // units
     static constexpr int tiles = batch * sides;
     // Chunks of the activations that a warp has in registers: all of them where it has registers for them.
     static constexpr int room = tiles == 1 ? 6 / HALVES : 2;
-    static constexpr int held = cut ? 1 : chunks < room ? chunks : room;
+    static constexpr int held = part_chunks < room ? part_chunks : room;
     // The blocks with one unit more than others are at the other end for gate and up, which have most of the weights.
     static __device__ __forceinline__ int number() { return OUT == GATED ? blockIdx.x : BLOCKS - 1 - blockIdx.x; }
-    static __device__ __forceinline__ bool has_share() { return number() < (cut ? groups * chunks : units); }
-    static __device__ __forceinline__ int first() { return cut ? number() / chunks * chunks : number(); }
-    static __device__ __forceinline__ int unit(int begin, int i) { return cut ? begin + i : begin + i * BLOCKS; }
-    static __device__ __forceinline__ int next(int begin) { return cut ? units : begin + batch * BLOCKS; }
-    static __device__ __forceinline__ int first_chunk() { return cut ? number() % chunks : 0; }
-    static __device__ __forceinline__ int end_chunk() { return cut ? first_chunk() + 1 : chunks; }
+    static __device__ __forceinline__ int part() { return number() % parts; }
+    static __device__ __forceinline__ int first() { return parts > 1 ? number() / parts * most : number(); }
+    static __device__ __forceinline__ int end() {
+        if (parts == 1) return units;
+        int last = first() + most;
+        return number() / parts == groups ? 0 : last < units ? last : units;
+    }
+    static __device__ __forceinline__ bool has_share() { return first() < end(); }
+    static __device__ __forceinline__ int unit(int begin, int i) { return parts > 1 ? begin + i : begin + i * BLOCKS; }
+    static __device__ __forceinline__ int next(int begin) { return unit(begin, batch); }
+    static __device__ __forceinline__ int first_chunk() { return part() * part_chunks; }
+    static __device__ __forceinline__ int end_chunk() { return first_chunk() + part_chunks; }
     static __device__ __forceinline__ int weight_row(int unit, int side) { return unit * 8 + side * (N / 2); }
     static __device__ __forceinline__ int blocks_of(int chunk) {
         int left = K / 32 - chunk * chunk_blocks;
@@ -198,13 +217,13 @@ template <class P, int K, int N>
 __device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, const u16* weight) {
     int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int begin = P::first(); begin < P::units && P::has_share(); begin = P::next(begin))
+    for (int begin = P::first(); begin < P::end(); begin = P::next(begin))
 #pragma unroll 1
         for (int chunk = P::first_chunk(); chunk < P::end_chunk(); chunk++)
 #pragma unroll 1
             for (int i = 0; i < P::batch; i++) {
                 int unit = P::unit(begin, i);
-                if (unit >= P::units) break;
+                if (unit >= P::end()) break;
 #pragma unroll 1
                 for (int side = 0; side < P::sides; side++) {
                     u32 full = ring.full + 8 * ring.stage, bytes = P::blocks_of(chunk) * 64;
@@ -251,7 +270,8 @@ __device__ __forceinline__ void work(
     const u16* residual, u16* out, float* partial = 0) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (!P::has_share()) return;
-    constexpr bool whole = P::cut || P::chunks == P::held;
+    constexpr bool whole = P::part_chunks == P::held;
+    static_assert(!NORMS || P::parts == 1, "a norm wants all columns");
     uint4 held[P::held][P::per_warp][HALVES], gains[NORMS ? P::held : 1][NORMS ? P::per_warp : 1];
     float scale[HALVES];
     const u16* row[HALVES];
@@ -268,14 +288,14 @@ __device__ __forceinline__ void work(
         int last = P::blocks_of(chunk) - 1, block = warp + WARPS * i;
         return (chunk * P::chunk_blocks + (block < last ? block : last)) * 32 + 8 * t;
     };
-    auto chunk_at = [&](int chunk) { return chunk < P::chunks ? chunk : P::chunks - 1; };
+    auto chunk_at = [&](int chunk) { return chunk < P::end_chunk() ? chunk : P::end_chunk() - 1; };
     // Wait for a word of each who writes what the block will need. If all warps asked for all of it again and again, it would
     // come late. Products write a unit's columns of all rows at once, the last row last; the attention writes row by row.
     auto watch = [&] {
         if (warp == 0) {
-            const int begin = P::cut ? P::first_chunk() * P::chunk_blocks * 4 : K / 8 > BLOCKS ? K / 8 - BLOCKS : 0;
-            const int end = P::cut ? begin + P::blocks_of(P::first_chunk()) * 4 : K / 8;
-            constexpr int most = P::cut ? P::chunk_blocks * 4 : K / 8 > BLOCKS ? BLOCKS : K / 8;
+            constexpr int of_part = P::part_chunks * P::chunk_blocks * 4, most = of_part < BLOCKS ? of_part : BLOCKS;
+            const int start = P::part() * of_part, end = start + of_part < K / 8 ? start + of_part : K / 8;
+            const int begin = end - start < BLOCKS ? start : end - BLOCKS;
             constexpr int words = BY_ROW ? 2 : (most + 31) / 32;
             for (u32 turns = 0;; turns++) {
                 bool missing = false;
@@ -360,9 +380,9 @@ __device__ __forceinline__ void work(
     };
 
     // What a thread adds to its first sums, asked for before anything is waited for.
-    const int first_of = P::cut ? P::first_chunk() : threadIdx.x / 4 % P::batch;  // of the batch's units
-    const int first_row = P::cut ? threadIdx.x / 4 : threadIdx.x / 4 / P::batch, first_unit = P::unit(P::first(), first_of);
-    const bool adds = P::batches == 1 && first_row < a.rows && first_unit < P::units;
+    const int first_row = threadIdx.x / 4 % FITS, first_of = threadIdx.x / 4 / FITS * P::parts + P::part();
+    const int first_unit = P::unit(P::first(), first_of);
+    const bool adds = P::batches == 1 && first_row < a.rows && first_of < P::batch && first_unit < P::end();
     u32 biases[P::sides], residue = ABSENT;
     auto bias_at = [&](int unit, int side, int column) { return (const u32*)(bias + P::weight_row(unit, side) + column); };
     auto residual_at = [&](int row, int n) { return (residual ? residual + row * E : shared.embedded[row]) + n; };
@@ -376,8 +396,8 @@ __device__ __forceinline__ void work(
         if (whole) apply_norm();
     } else if (whole) load(P::first_chunk());
 #pragma unroll 1
-    for (int begin = P::first(); begin < P::units; begin = P::next(begin)) {
-        int count = P::cut ? P::units - begin : (P::units - begin + BLOCKS - 1) / BLOCKS;
+    for (int begin = P::first(); begin < P::end(); begin = P::next(begin)) {
+        int count = P::parts > 1 ? P::end() - begin : (P::units - begin + BLOCKS - 1) / BLOCKS;
         if (count > P::batch) count = P::batch;
         // The warp's sums, where the others find them: [warp][tile][row][8 columns].
         float* mine = sums + (warp * P::tiles * 8 * HALVES + g) * 8 + 2 * t;
@@ -428,7 +448,7 @@ __device__ __forceinline__ void work(
 #pragma unroll
                         for (int half = 0; half < HALVES; half++) {
                             float2* to = (float2*)(mine + ((tile + j) * HALVES + half) * 64);
-                            float2 before = !P::cut && c + cc ? *to : make_float2(0, 0);
+                            float2 before = c + cc > P::first_chunk() ? *to : make_float2(0, 0);
                             const float *one = &part[j][half / 2][0][half % 2 * 2], *other = &part[j][half / 2][1][half % 2 * 2];
                             *to = make_float2(before.x + (one[0] + other[0]), before.y + (one[1] + other[1]));
                         }
@@ -474,65 +494,73 @@ __device__ __forceinline__ void work(
                 u32 active = packed(first / (1.f + __expf(-first)), second / (1.f + __expf(-second)));
                 result = packed(low(active) * low(up), high(active) * high(up));
             }
-            put4(out + (u64)row * width + n, result);
+            if (OUT == LOGITS) put4(out + (u64)row * width + n, result);
+            else give4(out + (u64)row * width + n, result);
         };
-        const int own = P::first_chunk();  // of units that blocks share
-        auto meeting = [&](int unit, int chunk, int row, int column) {
-            return partial + ((((u64)unit * P::chunks + chunk) * ROWS + row) * 8 + column);
+        auto meeting = [&](int unit, int part, int row, int column) {
+            return partial + ((((u64)unit * P::parts + part) * ROWS + row) * 8 + column);
         };
+        if (P::parts > 1)
 #pragma unroll 1
-        for (int pair = threadIdx.x; pair < P::batch * a.rows * 4; pair += WORKERS) {
-            const int column = 2 * (pair % 4), of_batch = pair / 4 % P::batch, row = pair / 4 / P::batch;
+            for (int pair = threadIdx.x; pair < count * FITS * 4; pair += WORKERS) {
+                const int column = 2 * (pair % 4), row = pair / 4 % FITS, of_batch = pair / 4 / FITS;
+                if (row >= a.rows || of_batch % P::parts == P::part()) continue;
+                float2 total = summed(of_batch, 0, row, column);
+                put8(meeting(P::unit(begin, of_batch), P::part(), row, column), __float_as_uint(total.x), __float_as_uint(total.y));
+            }
+#pragma unroll 1
+        for (int pair = threadIdx.x; pair < P::batch * FITS * 4; pair += WORKERS) {
+            const int column = 2 * (pair % 4), row = pair / 4 % FITS, of_batch = pair / 4 / FITS * P::parts + P::part();
             const int unit = P::unit(begin, of_batch);
-            if (of_batch >= count || (P::cut && of_batch == own)) continue;
+            if (of_batch >= count) break;
+            if (row >= a.rows) continue;
             float2 total[P::sides];
 #pragma unroll
             for (int side = 0; side < P::sides; side++) total[side] = summed(of_batch, side, row, column);
-            if (P::cut) put8(meeting(unit, own, row, column), __float_as_uint(total[0].x), __float_as_uint(total[0].y));
-            else finished(total, pair == threadIdx.x, unit, row, column);
-        }
-        if (P::cut && own < count)
-#pragma unroll 1
-            for (int pair = threadIdx.x; pair < a.rows * 4; pair += WORKERS) {
-                const int column = 2 * (pair % 4), row = pair / 4, unit = P::unit(begin, own);
-                float2 mine = summed(own, 0, row, column), total[P::sides] = {};
-                uint2 others[P::chunks];
+            if (P::parts > 1) {
+                uint2 others[P::parts];
                 for (u32 turns = 0;; turns++) {
                     bool missing = false;
 #pragma unroll
-                    for (int chunk = 0; chunk < P::chunks; chunk++)
-                        if (chunk != own) others[chunk] = fresh8(meeting(unit, chunk, row, column));
+                    for (int part = 0; part < P::parts; part++)
+                        if (part != P::part()) others[part] = fresh8(meeting(unit, part, row, column));
 #pragma unroll
-                    for (int chunk = 0; chunk < P::chunks; chunk++)
-                        missing |= chunk != own && (others[chunk].x == ABSENT || others[chunk].y == ABSENT);
+                    for (int part = 0; part < P::parts; part++)
+                        missing |= part != P::part() && (others[part].x == ABSENT || others[part].y == ABSENT);
                     if (!missing) break;
                     if (turns == MOST_TURNS) __trap();
                 }
+                float2 all = make_float2(0, 0);
 #pragma unroll
-                for (int chunk = 0; chunk < P::chunks; chunk++) {
-                    total[0].x += chunk == own ? mine.x : __uint_as_float(others[chunk].x);
-                    total[0].y += chunk == own ? mine.y : __uint_as_float(others[chunk].y);
+                for (int part = 0; part < P::parts; part++) {
+                    all.x += part == P::part() ? total[0].x : __uint_as_float(others[part].x);
+                    all.y += part == P::part() ? total[0].y : __uint_as_float(others[part].y);
                 }
-                finished(total, pair == threadIdx.x, unit, row, column);
-#pragma unroll
-                for (int chunk = 0; chunk < P::chunks; chunk++)
-                    if (chunk != own) put8(meeting(unit, chunk, row, column), ABSENT, ABSENT);
+                total[0] = all;
             }
+            finished(total, pair == threadIdx.x, unit, row, column);
+            if (P::parts > 1)
+#pragma unroll
+                for (int part = 0; part < P::parts; part++)
+                    if (part != P::part()) put8(meeting(unit, part, row, column), ABSENT, ABSENT);
+        }
         meet_workers();
     }
 }
 
 // ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 //
-// A warp takes 32 tokens at a time, of one row and key/value head: scores of its G heads by tensor cores, then their weights
-// times the values. Keys and values of earlier tokens do not depend on this step, so the first of them are asked for before
-// anything is waited for. Where a row's context is cut into parts, the block of the first one merges them.
+// A warp takes a tile of tokens at a time, of one row and key/value head: scores of its G heads by tensor cores, then their
+// weights times the values. Keys and values of earlier tokens do not depend on this step, so the first of them are asked for
+// before anything is waited for, and those of the next tile as soon as there are registers for them. Where a row's context is cut
+// into parts, the block of the first one merges them.
 
 #define D_BLOCKS (D / 32)
+#define PAGED (TOKENS / 16)  // runs of 16 tokens, each in one page
 
 struct Cached {
-    uint4 keys[4][D_BLOCKS];    // of token 8 n + g: columns 32 b + 8 t
-    uint4 values[2][4][D / 64];  // of tokens 16 k + {2t, 2t + 1, 2t + 8, 2t + 9}: columns (D / 8) g
+    uint4 keys[TOKENS / 8][D_BLOCKS];  // of token 8 n + g: columns 32 b + 8 t
+    uint4 values[PAGED][4][D / 64];    // of tokens 16 k + {2t, 2t + 1, 2t + 8, 2t + 9}: columns (D / 8) g
 };
 
 __device__ __forceinline__ Unit unit_of(const Arguments& a, int index) {
@@ -543,8 +571,8 @@ __device__ __forceinline__ Unit unit_of(const Arguments& a, int index) {
     u.position = (int)__ldg(a.positions + u.row);
     u.line = __ldg(a.lines + u.row);
     u.ahead = AHEAD ? (int)__ldg(a.ahead + u.row) : 0;
-    int tiles = u.position < 0 ? 0 : u.position / 32 + 1;
-    int wanted = (tiles + WARP_TILES * WARPS - 1) / (WARP_TILES * WARPS);
+    int tiles = u.position < 0 ? 0 : u.position / TOKENS + 1;
+    int wanted = (tiles + WARPS - 1) / WARPS;
     u.parts = wanted < 1 ? 1 : wanted < a.most_parts ? wanted : a.most_parts;
     u.begin = tiles * u.part / u.parts;
     u.end = u.part < u.parts ? tiles * (u.part + 1) / u.parts : u.begin;
@@ -574,50 +602,55 @@ __device__ __forceinline__ void prepare(Shared& shared, const Arguments& a, int 
             shared.angles[back][threadIdx.x] =
                 __ldg((const uint4*)(a.rotary + ((u64)half * a.num_positions + u.position - back) * (D / 2) + column));
     }
-    if (lane < 2 * WARP_TILES) {
-        int tile = u.begin + warp + lane / 2 * WARPS;
-        shared.pages[warp][lane / 2][lane % 2] = page_of(a, u, tile * 32 + lane % 2 * 16);
-    }
+    if (lane < PAGED) shared.pages[warp][lane] = page_of(a, u, (u.begin + warp) * TOKENS + lane * 16);
     meet_workers();
 }
 
-// Bring the unit's first tiles of a layer nearer.
-__device__ __forceinline__ void prefetch(Shared& shared, const Layer& layer) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Unit& u = shared.unit;
+// Bring a tile nearer; `page` is that of the lane's token.
+__device__ __forceinline__ void fetch_tile(const Layer& layer, const Unit& u, int tile, int page) {
+    const int lane = threadIdx.x % 32, token = tile * TOKENS + lane;
+    if (lane >= TOKENS || token >= first_new(u)) return;
+    u64 at = place(u, page, token);
 #pragma unroll
-    for (int i = 0; i < WARP_TILES; i++) {
-        int token = (u.begin + warp + i * WARPS) * 32 + lane;
-        if (token < first_new(u) && u.begin + warp + i * WARPS < u.end) {
-            u64 at = place(u, shared.pages[warp][i][lane / 16], token);
-#pragma unroll
-            for (int line = 0; line < D; line += 64) {
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.keys + at + line));
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.values + at + line));
-            }
-        }
+    for (int line = 0; line < D; line += 64) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.keys + at + line));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.values + at + line));
     }
 }
 
-__device__ __forceinline__ void read_cached(Cached& c, const Layer& layer, const Unit& u, int tile, int first_page, int second_page) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u64 base[2] = {place(u, first_page, tile * 32), place(u, second_page, tile * 32 + 16)};
+// The unit's first tiles of a layer.
+__device__ __forceinline__ void fetch_first(Shared& shared, const Layer& layer) {
+    const int warp = threadIdx.x / 32, tile = shared.unit.begin + warp;
+    if (tile < shared.unit.end) fetch_tile(layer, shared.unit, tile, shared.pages[warp][threadIdx.x % TOKENS / 16]);
+}
+
+// Of a lane that knows the page of its token, all pages of a tile.
+__device__ __forceinline__ void places(u64 (&at)[PAGED], const Unit& u, int tile, int page) {
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
+    for (int k = 0; k < PAGED; k++) at[k] = place(u, __shfl_sync(~0u, page, 16 * k), tile * TOKENS + 16 * k);
+}
+
+__device__ __forceinline__ void read_keys(Cached& c, const Layer& layer, const u64 (&at)[PAGED]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
         for (int b = 0; b < D_BLOCKS; b++)
-            c.keys[n][b] = *(const uint4*)(layer.keys + base[n / 2] + (8 * (n % 2) + g) * D + 32 * b + 8 * t);
-    }
+            c.keys[n][b] = *(const uint4*)(layer.keys + at[n / 2] + (8 * (n % 2) + g) * D + 32 * b + 8 * t);
+}
+
+__device__ __forceinline__ void read_values(Cached& c, const Layer& layer, const Unit& u, int tile, const u64 (&at)[PAGED]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int k = 0; k < 2; k++)
+    for (int k = 0; k < PAGED; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int token = 2 * t + i % 2 + 8 * (i / 2);
-            bool inside = tile * 32 + 16 * k + token < first_new(u);
+            bool inside = tile * TOKENS + 16 * k + token < first_new(u);
 #pragma unroll
             for (int p = 0; p < D / 64; p++) {
                 // What lies beyond the end was never written; zeros keep a NaN there out of the products.
-                uint4 v = *(const uint4*)(layer.values + base[k] + token * D + g * (D / 8) + 8 * p);
+                uint4 v = *(const uint4*)(layer.values + at[k] + token * D + g * (D / 8) + 8 * p);
                 c.values[k][i][p] = make_uint4(inside ? v.x : 0, inside ? v.y : 0, inside ? v.z : 0, inside ? v.w : 0);
             }
         }
@@ -663,20 +696,20 @@ __device__ __forceinline__ void take_ahead(
     const u16* value_at = heads + (u64)u.row * width + (H + KV + u.kv_head) * D + g * (D / 8);
     // How far in front of the unit's token one of the tile is; 0 for all that is not ahead of it in this step.
     auto back_of = [&](int token) {
-        int back = u.position - tile * 32 - token;
+        int back = u.position - tile * TOKENS - token;
         return back > 0 && back <= u.ahead ? back : 0;
     };
     for (u32 turns = 0;; turns++) {
         bool missing = false;
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
+        for (int n = 0; n < TOKENS / 8; n++) {
             int back = back_of(8 * n + g);
 #pragma unroll
             for (int b = 0; b < D_BLOCKS; b++)
                 fresh16_if(back && (!turns || absent(c.keys[n][b])), c.keys[n][b], key_at - back * width + 32 * b);
         }
 #pragma unroll
-        for (int k = 0; k < 2; k++)
+        for (int k = 0; k < PAGED; k++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int back = back_of(16 * k + 2 * t + i % 2 + 8 * (i / 2));
@@ -685,11 +718,11 @@ __device__ __forceinline__ void take_ahead(
                     fresh16_if(back && (!turns || absent(c.values[k][i][p])), c.values[k][i][p], value_at - back * width + 8 * p);
             }
 #pragma unroll
-        for (int n = 0; n < 4; n++)
+        for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
             for (int b = 0; b < D_BLOCKS; b++) missing |= back_of(8 * n + g) && absent(c.keys[n][b]);
 #pragma unroll
-        for (int k = 0; k < 2; k++)
+        for (int k = 0; k < PAGED; k++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -699,7 +732,7 @@ __device__ __forceinline__ void take_ahead(
         if (turns == MOST_TURNS) __trap();
     }
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
+    for (int n = 0; n < TOKENS / 8; n++) {
         const int back = back_of(8 * n + g);
         uint4 key[D_BLOCKS];
 #pragma unroll
@@ -717,18 +750,23 @@ __device__ __forceinline__ void attend(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = u.begin + warp;
     const u16* own = heads + (u64)u.row * (H + 2 * KV) * D;
     float peak = -__int_as_float(0x7f800000), total = 0;
-    float sum[D / 8][4] = {};
+    float sum[D / 16][4] = {};  // columns (D / 8) g + 2 j and the one after it, of heads 2 t and 2 t + 1
     uint4 query[D_BLOCKS], key[D_BLOCKS] = {}, value[D / 64] = {};
-    const int last = u.position / 32;
+    const int last = u.position / TOKENS;
     const bool has_new = last < u.end && last >= first && (last - first) % WARPS == 0;
+    // A lane knows the pages of its token in the tiles to come.
+    auto page_at = [&](int i) { return first + i * WARPS < u.end ? page_of(a, u, (first + i * WARPS) * TOKENS + lane % TOKENS / 16 * 16) : 0; };
+    int after = page_at(1), later = page_at(2);
+    Cached c;
+    u64 at[PAGED];
+    if (first < u.end) {
+        places(at, u, first, shared.pages[warp][lane % TOKENS / 16]);
+        read_keys(c, layer, at), read_values(c, layer, u, first, at);
+        if (first + WARPS < u.end) fetch_tile(layer, u, first + WARPS, after);
+    }
 #pragma unroll 1
     for (int i = 0; first + i * WARPS < u.end; i++) {
-        const int tile = first + i * WARPS;
-        const bool is_near = i < WARP_TILES;
-        Cached c;
-        read_cached(
-            c, layer, u, tile, is_near ? shared.pages[warp][i][0] : page_of(a, u, tile * 32),
-            is_near ? shared.pages[warp][i][1] : page_of(a, u, tile * 32 + 16));
+        const int tile = first + i * WARPS, next = tile + WARPS;
         if (i == 0) {
             const u16 *query_at = own + (u.kv_head * G + (g < G ? g : 0)) * D + 8 * t, *key_at = own + (H + u.kv_head) * D + 8 * t;
             const u16* value_at = own + (H + KV + u.kv_head) * D + g * (D / 8);
@@ -761,27 +799,27 @@ __device__ __forceinline__ void attend(
                     if (t == 0) *(uint4*)(layer.values + slot + g * (D / 8) + 8 * p) = value[p];
             }
         }
-        if (AHEAD && u.ahead && tile * 32 + 31 >= first_new(u)) take_ahead(c, shared, a, layer, u, tile, heads);
+        if (AHEAD && u.ahead && tile * TOKENS + TOKENS - 1 >= first_new(u)) take_ahead(c, shared, a, layer, u, tile, heads);
         if (tile == last) {
             // The new token is in this tile.
-            int token = u.position % 32;
+            int token = u.position % TOKENS;
 #pragma unroll
             for (int b = 0; b < D_BLOCKS; b++)
 #pragma unroll
-                for (int n = 0; n < 4; n++)
+                for (int n = 0; n < TOKENS / 8; n++)
                     if (8 * n + g == token) c.keys[n][b] = key[b];
 #pragma unroll
             for (int p = 0; p < D / 64; p++)
 #pragma unroll
-                for (int k = 0; k < 2; k++)
+                for (int k = 0; k < PAGED; k++)
 #pragma unroll
                     for (int i = 0; i < 4; i++)
                         if (16 * k + 2 * t + i % 2 + 8 * (i / 2) == token) c.values[k][i][p] = value[p];
         }
-        float score[4][4] = {};
+        float score[TOKENS / 8][4] = {};
         float new_peak = peak;
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
+        for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
             for (int b = 0; b < D_BLOCKS; b++) {
                 multiply(score[n], query[b].x, 0, query[b].y, 0, c.keys[n][b].x, c.keys[n][b].y);
@@ -789,50 +827,57 @@ __device__ __forceinline__ void attend(
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                bool seen = tile * 32 + 8 * n + 2 * t + i <= u.position;
+                bool seen = tile * TOKENS + 8 * n + 2 * t + i <= u.position;
                 score[n][i] = seen ? score[n][i] * a.scale : -__int_as_float(0x7f800000);
                 new_peak = fmaxf(new_peak, score[n][i]);
             }
         }
+        places(at, u, next, after);
+        if (next < u.end) read_keys(c, layer, at);
+        if (next + WARPS < u.end) fetch_tile(layer, u, next + WARPS, later);
         new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 1));
         new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 2));
         float fade = power_of_2(peak - new_peak);
         peak = new_peak;
         total *= fade;
 #pragma unroll
-        for (int n = 0; n < 4; n++)
+        for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 score[n][i] = power_of_2(score[n][i] - peak);
                 total += score[n][i];
             }
+        const float fades[2] = {__shfl_sync(~0u, fade, 8 * t), __shfl_sync(~0u, fade, 8 * t + 4)};
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) sum[j][0] *= fade, sum[j][1] *= fade;
+        for (int j = 0; j < D / 16; j++)
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            u32 a0 = packed(score[2 * k][0], score[2 * k][1]), a2 = packed(score[2 * k + 1][0], score[2 * k + 1][1]);
+            for (int i = 0; i < 4; i++) sum[j][i] *= fades[i % 2];
+#pragma unroll
+        for (int k = 0; k < PAGED; k++) {
+            u32 first_eight = packed(score[2 * k][0], score[2 * k][1]), others = packed(score[2 * k + 1][0], score[2 * k + 1][1]);
 #pragma unroll
             for (int p = 0; p < D / 64; p++) {
                 const u32 *v0 = (const u32*)&c.values[k][0][p], *v1 = (const u32*)&c.values[k][1][p];
                 const u32 *v2 = (const u32*)&c.values[k][2][p], *v3 = (const u32*)&c.values[k][3][p];
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    multiply(sum[8 * p + 2 * i], a0, 0, a2, 0, __byte_perm(v0[i], v1[i], 0x5410), __byte_perm(v2[i], v3[i], 0x5410));
-                    multiply(sum[8 * p + 2 * i + 1], a0, 0, a2, 0, __byte_perm(v0[i], v1[i], 0x7632), __byte_perm(v2[i], v3[i], 0x7632));
-                }
+                for (int i = 0; i < 4; i++)
+                    multiply(
+                        sum[4 * p + i], __byte_perm(v0[i], v1[i], 0x5410), __byte_perm(v0[i], v1[i], 0x7632),
+                        __byte_perm(v2[i], v3[i], 0x5410), __byte_perm(v2[i], v3[i], 0x7632), first_eight, others);
             }
         }
+        if (next < u.end) read_values(c, layer, u, next, at);
+        after = later, later = page_at(i + 3);
     }
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
     if (t == 0) shared.peaks[warp][g] = peak, shared.totals[warp][g] = total;
-    if (g < G && first < u.end) {
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) {
-            sums[(warp * G + g) * D + 2 * t * (D / 8) + j] = sum[j][0];
-            sums[(warp * G + g) * D + (2 * t + 1) * (D / 8) + j] = sum[j][1];
-        }
-    }
+    for (int i = 0; i < 2; i++)
+        if (2 * t + i < G && first < u.end)
+#pragma unroll
+            for (int j = 0; j < D / 16; j++)
+                *(float2*)(sums + (warp * G + 2 * t + i) * D + g * (D / 8) + 2 * j) = make_float2(sum[j][i], sum[j][i + 2]);
     meet_workers();
     float* parts = a.parts + (((u64)parity * ROWS + u.row) * KV + u.kv_head) * MOST_PARTS * PART;
     u16* out = attended + ((u64)u.row * H + u.kv_head * G) * D;
@@ -890,7 +935,7 @@ __device__ __forceinline__ void attend(
                 }
         }
         float divisor = all > 0 ? all : 1;  // a row that is not live gets zeros
-        put4(out + head * D + column, packed(merged.x / divisor, merged.y / divisor));
+        give4(out + head * D + column, packed(merged.x / divisor, merged.y / divisor));
     }
     meet_workers();
     if (u.part == 0)
@@ -904,7 +949,7 @@ __device__ __forceinline__ void attend(
 struct Between {
     u16 *heads, *attended, *inner, *middle, *x;
     __device__ __forceinline__ Between(u16* sets, int layer) {
-        heads = sets + (u64)SET * (layer >= LAYERS - 2 ? SETS + layer - (LAYERS - 2) : layer % SETS);
+        heads = sets + blockIdx.x % COPIES * COPY + (u64)SET * (layer >= LAYERS - 2 ? SETS + layer - (LAYERS - 2) : layer % SETS);
         attended = heads + ROWS * (H + 2 * KV) * D;
         inner = attended + ROWS * H * D;
         middle = inner + ROWS * INNER;
@@ -919,7 +964,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
     typedef Product<E, (H + 2 * KV) * D, HEADS> Qkv;
     typedef Product<H * D, E, RESIDUAL> Attended;
     typedef Product<E, 2 * INNER, GATED> GateUp;
-    typedef Product<INNER, E, RESIDUAL, true> Down;
+    typedef Product<INNER, E, RESIDUAL, DOWN_PARTS> Down;
     typedef Product<E, VOCAB, LOGITS> Head;
     static_assert(Qkv::units >= BLOCKS && GateUp::units >= BLOCKS, "a block without a share does not know when others are through");
 
@@ -955,7 +1000,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
     const int units = a.rows * KV * a.most_parts;
     if (blockIdx.x < units) prepare(shared, a, blockIdx.x);
     const bool attends = blockIdx.x < units && shared.unit.part < shared.unit.parts;
-    if (attends) prefetch(shared, shared.layers[0]);
+    if (attends) fetch_first(shared, shared.layers[0]);
     auto forget = [&](int layer) {
         // All are through with it, since all of the next layer is there. (Of the last two layers: in the next launch, which does
         // not know how many rows they had.)
@@ -964,7 +1009,9 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
         auto clear = [&](u16* words, int width) {
 #pragma unroll 1
             for (int i = blockIdx.x * WORKERS + threadIdx.x; i < rows * width / 8; i += BLOCKS * WORKERS)
-                ((uint4*)words)[i] = make_uint4(ABSENT, ABSENT, ABSENT, ABSENT);
+#pragma unroll
+                for (int copy = 0; copy < COPIES; copy++)
+                    ((uint4*)in_copy(words, copy))[i] = make_uint4(ABSENT, ABSENT, ABSENT, ABSENT);
         };
         clear(old.heads, (H + 2 * KV) * D), clear(old.attended, H * D), clear(old.inner, INNER), clear(old.middle, E), clear(old.x, E);
         __threadfence();
@@ -986,13 +1033,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
         work<Attended, H * D, E, RESIDUAL, false, true>(ring, shared, sums, a, here.attended, 0, layer.o_bias, x, here.middle);
         if (attends) {
             forget(index - 2);
-            if (index + 1 < LAYERS) prefetch(shared, shared.layers[index + 1]);
+            if (index + 1 < LAYERS) fetch_first(shared, shared.layers[index + 1]);
         }
         work<GateUp, E, 2 * INNER, GATED, true>(
             ring, shared, sums, a, here.middle, layer.mlp_norm, layer.gate_up_bias, 0, here.inner);
         work<Down, INNER, E, RESIDUAL, false>(
             ring, shared, sums, a, here.inner, 0, layer.down_bias, here.middle, here.x,
-            a.partial + index % 2 * (u64)Down::units * Down::chunks * ROWS * 8);
+            a.partial + index % 2 * (u64)Down::units * Down::parts * ROWS * 8);
         x = here.x;
     }
     work<Head, E, VOCAB, LOGITS, true>(ring, shared, sums, a, x, a.norm, 0, 0, a.logits);

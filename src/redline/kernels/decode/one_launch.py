@@ -23,6 +23,8 @@ from redline.kernels import nvrtc
 
 MOST_ROWS = 32
 """Of activations that a thread has registers for."""
+HALVES = (1, 2, 4)
+"""What a kernel is compiled for, in halves of a tile of the tensor cores: 8, 16 or 32 rows."""
 MOST_GROUPED = 8
 """Query heads of a key/value head: half a tile."""
 MOST_PARTS = 16
@@ -35,6 +37,11 @@ STAGE_BYTES = 8 * (2 * CHUNK + 64)
 MOST_TILES = 10
 MOST_STAGES = 14
 SETS = 4
+COPIES = 2
+SMALL = 1024
+"""Hidden units of a model that spends most of a step between launches."""
+MOST_MEETING = 8
+"""Blocks whose sums one adds up."""
 SHARED_MEMORY = 227 * 1024 - 1024
 ABSENT = -1
 """What a word says that nobody has written yet: one that no number is rounded to."""
@@ -88,10 +95,14 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def pays(shape: Shape) -> bool:
-    """Whether it is the faster way, as measured on an H200: for small models, which spend most of a step between launches.
-    Larger ones gain nothing, and heads of 128 take too long here where rows are many."""
-    return shape.hidden <= 1024 and shape.head_dim == 64
+def most_rows(shape: Shape) -> int:
+    """Up to which it is the faster way, as measured on an H200 (`benchmarks/kernels/one_launch.py`): with few, more of a step
+    lies between launches; with many, every block reads all their activations again and again."""
+    if shape.hidden <= SMALL:
+        return MOST_ROWS if shape.head_dim == 64 else 16
+    if shape.hidden < 2048:
+        return 16
+    return 4 if shape.hidden == 2048 and shape.kv_heads >= 8 else 8
 
 
 def serves(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
@@ -130,16 +141,17 @@ class OneLaunch:
         """`rotary` is cos and sin [2, positions, D / 2]. All tensors stay where they are as long as this lives."""
         device = embed.device
         self._shape, self._device = shape, device
+        self.most_rows = most_rows(shape)
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._kept = (layers, embed, norm, head, rotary)
         pointers = [[address(tensor) for tensor in layer] for layer in layers]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(device)
         heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         width = heads + shape.heads * shape.head_dim + shape.inner + 2 * shape.hidden
-        self._sets = torch.full(((SETS + 2) * MOST_ROWS * width // 2,), ABSENT, dtype=torch.int32, device=device)
+        self._sets = torch.full((COPIES * (SETS + 2) * MOST_ROWS * width // 2,), ABSENT, dtype=torch.int32, device=device)
         parts = 2 * MOST_ROWS * shape.kv_heads * MOST_PARTS * shape.grouped * (shape.head_dim + 2)
         self._parts = torch.full((parts,), ABSENT, dtype=torch.int32, device=device)
-        partial = 2 * MOST_ROWS * 8 * math.ceil(shape.hidden / 8) * math.ceil(shape.inner / CHUNK)
+        partial = 2 * MOST_ROWS * 8 * math.ceil(shape.hidden / 8) * down_parts(shape, self._blocks)
         self._partial = torch.full((partial,), ABSENT, dtype=torch.int32, device=device)
         self._logits = torch.empty(MOST_ROWS, shape.vocab, dtype=embed.dtype, device=device)
         self._eps = eps
@@ -147,7 +159,8 @@ class OneLaunch:
     def logits(
         self, tokens_B: Tensor, positions_B: Tensor, lines_B: Tensor, table_RM: Tensor, ahead_B: Tensor | None = None
     ) -> Tensor:
-        """[B, V] of at most `MOST_ROWS` rows, until the next step. The tokens' keys and values are written to the cache.
+        """[B, V] of at most `MOST_ROWS` rows, until the next step. The tokens' keys and values are written to the cache. Beyond
+        `most_rows` there are faster ways.
 
         `positions_B` is int64, -1 for a row that is not live; `lines_B` int32, each row's line of the block table. Several rows
         may be tokens of one line that follow on each other; `ahead_B`, int64, then says how many of them are in front."""
@@ -172,8 +185,7 @@ class OneLaunch:
 
 
 def halves_of(rows: int) -> int:
-    """What a kernel is compiled for: 8, 16 or 32 rows."""
-    return next(halves for halves in (1, 2, 4) if 8 * halves >= rows)
+    return next(halves for halves in HALVES if 8 * halves >= rows)
 
 
 def address(tensor: Tensor | None) -> int:
@@ -194,7 +206,19 @@ def macros(shape: Shape, halves: int, blocks: int, has_ahead: bool = False) -> d
     stages = next(n for n in range(MOST_STAGES, 0, -1) if shared_bytes(shape, halves, n, has_ahead) <= SHARED_MEMORY)
     names = {"hidden": "E", "heads": "H", "kv_heads": "KV", "head_dim": "D", "vocab": "VOCAB"}
     sizes = {names.get(name, name.upper()): int(size) for name, size in asdict(shape).items()}
+    in_flight = 2 if shape.hidden <= SMALL else 4  # more keep memory busier, and what blocks wait for stands in the same queues
+    sizes |= {"IN_FLIGHT": in_flight, "DOWN_PARTS": down_parts(shape, blocks)}
     return sizes | {"HALVES": halves, "STAGES": stages, "BLOCKS": blocks, "AHEAD": int(has_ahead)}
+
+
+def down_parts(shape: Shape, blocks: int) -> int:
+    """Into how many parts the K of the product down is cut: as many as share its chunks evenly and let their sums meet once."""
+    chunks, units = math.ceil(shape.inner / CHUNK), math.ceil(shape.hidden / 8)
+
+    def meets_once(parts: int) -> bool:
+        return chunks % parts == 0 and math.ceil(units / (blocks // parts)) <= MOST_TILES
+
+    return max((parts for parts in range(2, MOST_MEETING + 1) if meets_once(parts)), default=1)
 
 
 def shared_bytes(shape: Shape, halves: int, stages: int, has_ahead: bool = False) -> int:

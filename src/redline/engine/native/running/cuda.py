@@ -31,7 +31,6 @@ from redline.engine.native.sequence import Wants
 from redline.kernels.decode.attention import FEW_ROWS_TILES, SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
 from redline.kernels.decode.few_rows import FEWEST_ROWS
 from redline.kernels.decode.guesses import NO_PLACE, Entries, GuessBook, begin_guessing, end_guessing, find_guesses
-from redline.kernels.decode.one_launch import MOST_ROWS as ONE_LAUNCH_ROWS
 from redline.kernels.decode.prompt_attention import TILES as PROMPT_TILES
 from redline.kernels.decode.prompt_attention import query_blocks
 from redline.kernels.decode.rotate_and_store import rotate_and_store
@@ -258,7 +257,7 @@ class CudaRunner(Runner):
         if few_rows is not None and len(rows_B) > few_rows.most_rows:
             few_rows = None
         is_guessing = max_groups == GUESSING
-        if few_rows is not None and self._one_launch is not None and len(rows_B) <= ONE_LAUNCH_ROWS:
+        if few_rows is not None and self._one_launch is not None and len(rows_B) <= self._one_launch.most_rows:
             lines_B = rows_B.int() if is_guessing else self._rows32_B[: len(rows_B)]
             ahead_B = self._laid_out[-1, : len(rows_B)] if is_guessing else None
             return self._one_launch.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN, ahead_B)

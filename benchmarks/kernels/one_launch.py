@@ -1,0 +1,126 @@
+"""A decode step in one launch beside one of several, by model and number of rows.
+
+    PYTHONPATH=src python benchmarks/kernels/one_launch.py [--models qwen3-0.6b,qwen2.5-7b] [--rows 1,4,8] [--save FILE]
+
+The engine itself, both ways in turn over the same random weights: prompts of 256 random tokens and 65 new ones with logprobs at
+temperature 1; a step is (end - last first token) / 64, in the shortest of `--runs`. Beside it stands the bound
+(`lab/measure/roofline.py`). `kernels/decode/one_launch.py` takes from here up to how many rows it is the faster way.
+
+Leaves out: long contexts, which `decode_rows.py` has for one model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from decode_rows import seconds_of_a_step
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from redline.config.sections.engine import EngineConfig
+from redline.engine import NativeEngine
+from redline.kernels.decode import one_launch
+from redline.lab.material.networks import random_decoder
+from redline.lab.material.prompts import random_prompts
+from redline.lab.measure.machine import Machine, measure_machine
+from redline.lab.measure.roofline import Load, NetworkCost, step_seconds
+from redline.lab.peers.generation_sides import Batch
+from redline.launch.engines import make_engine
+from redline.models.files.hf import AnyDecoder
+from redline.telemetry import describe_environment
+
+CUDA = torch.device("cuda")
+PROMPT_TOKENS, NEW_TOKENS = 256, 65
+SIZES = {
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 64, 151_936),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 128, 151_936),
+    "qwen2.5-3b": (2048, 11008, 36, 16, 2, 128, 151_936),
+    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 128, 152_064),
+    "qwen2.5-14b": (5120, 13824, 48, 40, 8, 128, 152_064),
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151_936),
+    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 64, 128_256),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128_256),
+}
+"""Hidden units, inner ones, layers, heads, key/value heads, the size of a head, and the vocabulary."""
+UNTIED = ("qwen2.5-7b", "qwen2.5-14b", "llama-3.1-8b")
+
+
+@dataclass(slots=True, frozen=True)
+class Point:
+    model: str
+    rows: int
+    several_s: float
+    one_s: float
+    bound_s: float
+
+
+def config_of(name: str) -> PretrainedConfig:
+    sizes = SIZES[name]
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    family, architecture = {
+        "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
+        "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
+        "llama": (LlamaConfig, "LlamaForCausalLM"),
+    }[name[:5]]
+    return family(
+        **dict(zip(names, sizes, strict=False)),
+        vocab_size=sizes[-1],
+        architectures=[architecture],
+        max_position_embeddings=4096,
+        tie_word_embeddings=name not in UNTIED,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def engine_of(decoder: AnyDecoder, most_rows: int, rows: int) -> NativeEngine:
+    sizes = EngineConfig(max_num_seqs=rows, max_model_len=PROMPT_TOKENS + NEW_TOKENS, kv_cache_memory_bytes=2 << 30)
+    with mock.patch.object(one_launch, "most_rows", return_value=most_rows):
+        return make_engine(decoder, sizes)
+
+
+def measured(name: str, all_rows: tuple[int, ...], machine: Machine, runs: int) -> Iterator[Point]:
+    """Both ways in turn, at each number of rows; nothing without runs that count."""
+    decoder = random_decoder(config_of(name), CUDA, torch.bfloat16, seed=0)
+    ways = [engine_of(decoder, most_rows, max(all_rows)) for most_rows in (0, one_launch.MOST_ROWS)]
+    for rows in all_rows:
+        batch = Batch(random_prompts(rows, PROMPT_TOKENS, 1000, (0, rows)), 1, NEW_TOKENS, seed=rows)
+        steps = [[seconds_of_a_step(engine, batch, CUDA) for engine in ways] for _ in range(1 + runs)][1:]
+        if steps:
+            bound = step_seconds(NetworkCost.of(decoder), Load(rows, PROMPT_TOKENS, 1, NEW_TOKENS, rows), machine)
+            yield Point(name, rows, *(min(step[way] for step in steps) for way in range(2)), bound)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(SIZES))
+    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=(1, 2, 4, 8, 16, 32))
+    parser.add_argument(
+        "--runs", type=int, default=3, help="of each, after one that does not count; 0 compiles, and times nothing"
+    )
+    parser.add_argument("--save", type=Path)
+    asked = parser.parse_args()
+    machine = measure_machine(CUDA, torch.bfloat16)
+    print(machine.how)
+    print(f"{'model':>14} {'rows':>5} {'several':>9} {'one':>9} {'bound':>9} {'of it':>6}")
+    points = []
+    for name in asked.models:
+        for point in measured(name, asked.rows, machine, asked.runs):
+            points.append(point)
+            times = " ".join(f"{seconds * 1e3:6.3f} ms" for seconds in (point.several_s, point.one_s, point.bound_s))
+            print(f"{name:>14} {point.rows:5} {times} {point.bound_s / min(point.several_s, point.one_s):6.0%}", flush=True)
+        torch.cuda.empty_cache()
+    if asked.save:
+        document = {"what": __doc__.splitlines()[0], "machine": machine.how, "points": [asdict(point) for point in points]}
+        asked.save.write_text(json.dumps(document | {"environment": describe_environment()}, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
