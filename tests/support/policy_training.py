@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -230,6 +231,7 @@ class Grown:
 
 def grow(folder: Path, checkpoint: Path, keys: dict[str, Any]) -> Grown:
     """Load a model, save a checkpoint and load that, on processes that divide the weights. No step is taken."""
+    _give_back_at_once()
     division, of_trainer = parted(keys)
     parallel = connect(division, torch.device("cpu"))
     made: list[PolicyTrainer] = []
@@ -252,8 +254,10 @@ def grow(folder: Path, checkpoint: Path, keys: dict[str, Any]) -> Grown:
 
 
 def peak_of(action: Callable[[], None]) -> int:
-    """Bytes of its own that the process came to have, at most, beyond those before."""
+    """Bytes of its own that the process came to have, at most, beyond those before. What is free by then is given back, or it
+    would be used again and not be seen."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before, highest, done = own_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -266,6 +270,12 @@ def peak_of(action: Callable[[], None]) -> int:
     done.set()
     watcher.join()
     return max(highest[0], own_bytes()) - before
+
+
+def _give_back_at_once() -> None:
+    """Have glibc map every large block by itself and unmap it when it is freed. By default the first that is freed raises the
+    size from which it does that, and tens of megabytes that nobody holds stay with the process, or do not, by chance."""
+    ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD
 
 
 def own_bytes() -> int:

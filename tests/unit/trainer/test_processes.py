@@ -130,20 +130,21 @@ def test_a_checkpoint_of_two_processes_continues_in_one_and_back(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from /proc")
-def test_no_process_ever_has_more_than_its_part_and_one_tensor(two: Ranks, tmp_path: Path) -> None:
+def test_no_process_ever_has_more_than_its_part_and_one_tensor(tmp_path: Path) -> None:
     """A model of 31 M parameters in bfloat16; as float32 each of two processes has 63 MB of it, and of the moments twice that.
     All of it would be 126 MB more than a part."""
     shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 3, "vocab_size": 4000}
     config = llama(**shape, num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    found = two.run(grow, tmp_path / "model", tmp_path / "step-000001", {"sharding": "full"})
-    largest, slack = 4 * 2 * 3072 * 768, 24 * 2**20
+    with started_ranks(2) as two:  # of its own: it changes their allocator
+        found = two.run(grow, tmp_path / "model", tmp_path / "step-000001", {"sharding": "full"})
+    largest, slack = 4 * 2 * 3072 * 768, 8 * 2**20
     for rank, grown in enumerate(found):
         copy = grown.part if rank == 0 else 0  # to sample from: whole, in half the bytes
         assert grown.part < 70e6
         assert grown.start < 3 * grown.part + copy + 2 * largest + slack, found
         assert grown.save < 3 * grown.part + slack, "its own state, copied for the thread that writes"
-        assert grown.resume < 2 * largest + slack, "its own state is there already"
+        assert grown.resume < 2 * largest, "its own state is there already"
         assert grown.memory["weights"] == pytest.approx(grown.part + copy, rel=0.01)
         assert grown.memory["optimizer"] == pytest.approx(2 * grown.part, rel=0.01)
     assert sorted(path.name for path in (tmp_path / "step-000001").iterdir()) == [
