@@ -29,9 +29,13 @@ def changes(recipe: Config, run: Config) -> list[str]:
 
 
 def _is_open(key: str, value: Any) -> bool:
-    """Whether the recipe leaves the value to us. A threshold that is off is null, and not left to anyone."""
-    section = locate(key.split(".")).section
-    return value in _AUTO and not (section is not None and issubclass(section, Thresholds))
+    """Whether the recipe leaves the value to us. A threshold that is off is null, and not left to anyone; nor is what is auto
+    only where a recipe says so (`engine.speculation`)."""
+    place = locate(key.split("."))
+    if value not in _AUTO or place.section is None:
+        return value in _AUTO
+    is_chosen = value == "auto" and place.field is not None and place.field.default != value
+    return not is_chosen and not issubclass(place.section, Thresholds)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -567,6 +567,9 @@ def test_what_a_recipe_says_otherwise_than_its_run_is_listed(tmp_path: Path) -> 
     assert changes(recipe, run) == []
     edited = validate({**values, "run": {"steps": 20}, "trainer": {"algorithm": "dapo", "learning_rate": 1e-4}})
     assert changes(edited, run) == ["run.steps = 20, the run has 10", "trainer.learning_rate = 0.0001, the run has 1e-06"]
+    guessing = validate({**values, "engine": {"speculation": "auto"}})
+    assert changes(guessing, run) == ["engine.speculation = 'auto', the run has 'off'"]
+    assert changes(guessing, validate(resolve(guessing).config.model_dump(mode="json"))) == []
 
 
 def test_a_run_folder_in_the_place_of_a_recipe_is_told_how_to_go_on(tmp_path: Path) -> None:
