@@ -122,6 +122,10 @@ class Costs:
         smaller = [at_most(size) for size in known if num_rows < size < own]
         return min(max(plain, self.plain(num_tokens) or 0.0, *smaller), max(plain, at_most(own)))
 
+    def fastest_verifying(self, num_tokens: int) -> float:
+        """Seconds of the fastest of the last few verifying steps of such a size, of which there was one at least."""
+        return min(self._verifying[size_bin(num_tokens)])
+
     def _known_verifying(self) -> dict[int, float]:
         return {size: min(times) for size, times in self._verifying.items() if len(times) >= ENOUGH}
 

@@ -58,7 +58,8 @@ class SpeculationCounts:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     saved_s: float = 0.0
-    """Tokens gained per row, each worth a plain step of as many rows, less what verifying took longer than one; as measured."""
+    """Tokens gained per row, each worth a plain step of as many rows, less what verifying takes longer than one; of both the
+    fastest of the last few that were measured: a plain step would have been held up as well."""
 
 
 @dataclass(slots=True, eq=False)
@@ -281,7 +282,8 @@ class Speculation:
         (_, gained), plain = self._last, self.costs.plain(num_rows)
         self.costs.add_verifying(num_verified, seconds / num_steps, num_steps)
         if plain is not None:
-            self.counts.saved_s += gained / num_rows * plain - (seconds - num_steps * plain)
+            longer = self.costs.fastest_verifying(num_verified) - plain
+            self.counts.saved_s += gained / num_rows * plain - num_steps * longer
 
 
 def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs, most: int = MAX_TOKENS) -> list[int]:

@@ -265,6 +265,19 @@ def test_saved_seconds_are_steps_not_taken_less_what_verifying_took_longer(model
     assert speculation.counts.saved_s == pytest.approx(6 / 4 * 2.0 - 1.0)
 
 
+def test_a_machine_that_stands_still_in_a_verifying_step_is_not_what_guessing_cost(model: Model) -> None:
+    speculation = model.engine(speculation="auto")._speculation
+    for _ in range(ENOUGH):
+        speculation.took(2.0, 4, 1)
+    for seconds in (2.5, 3600.0):
+        speculation._last = 12, 6
+        speculation.took(seconds, 4, 1, 16)
+    assert speculation.counts.saved_s == pytest.approx(2 * (6 / 4 * 2.0 - 0.5))
+    speculation._last = 12, 6
+    speculation.took(4 * 3600.0, 4, 4, 16)
+    assert speculation.counts.saved_s == pytest.approx(2 * (6 / 4 * 2.0 - 0.5) + 6 / 4 * 2.0 - 4 * 0.5)
+
+
 def test_a_device_tries_guesses_that_fail_less_and_less_often(model: Model) -> None:
     engine = model.engine(speculation="auto")
     speculation, request = engine._speculation, ask(9, 60, seed=3)
