@@ -6,6 +6,7 @@ base model in the same way."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import io
@@ -24,6 +25,8 @@ from redline.models.files.tiny import SMALL, write_tiny_model
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 """Files of a model on the hub: everything but the weights."""
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+"""Of a folder, not of the disk: another one serves."""
 
 
 def model_folder(path: str, seed: int = 0) -> Path:
@@ -116,8 +119,7 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     target = cache_root() / name
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    scratch = _scratch_beside(target)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the progress bars of others would cut through our own display
             make(scratch)
@@ -128,6 +130,18 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _scratch_beside(target: Path) -> Path:
+    """A new folder next to a cached model."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        message = f"models are made in {target.parent}, which cannot be written: {error.strerror}"
+        raise ModelError(message, "set XDG_CACHE_HOME to a folder that you may write to") from error
 
 
 def packaged_smollm2() -> Path:

@@ -229,3 +229,11 @@ def test_a_misspelt_run_is_not_looked_for_on_the_hub(run: Path, monkeypatch: pyt
         with pytest.raises(ConfigError, match="no such run") as caught:
             resolve(validate(recipe(Path(path))))
         assert caught.value.hint == f"did you mean {Path(path).parent / 'letters-001'}?"
+
+
+def test_a_cache_that_cannot_be_written_names_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()  # for root, too
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="cannot be written") as caught:
+        model_folder("builtin:tiny")
+    assert "XDG_CACHE_HOME" in caught.value.hint
