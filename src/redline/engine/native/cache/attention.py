@@ -1,7 +1,8 @@
 """Attention over the paged cache with torch's own operations: the path of the CPU, and the oracle of the others.
 
 Sequences of similar length are gathered into rectangles and handed to torch's fused attention. The index work is done once per
-forward pass and shared by all layers.
+forward pass and shared by all layers. A large rectangle, as that of a long prompt, is attended to piece by piece: what is
+hidden from whom, a number for each query and key, would take more memory than the rest of the engine.
 
 Letters: B sequences of a rectangle, Q query columns, N block columns, H query heads, K key heads, D head size.
 """
@@ -21,6 +22,8 @@ from redline.models.attention.limits import NO_LIMITS, Limits, capped_attention,
 
 MAX_PADDING = 1.25
 """A rectangle may hold at most this many times the blocks its sequences need."""
+MOST_PAIRS = 1 << 25
+"""Queries times keys that are attended to at once: 128 MiB in float32, as often as there are query heads of a key head."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,20 +65,30 @@ class _Rectangle:
     cells: Tensor
     """Their places in the flattened [B, Q]."""
     blocks_BN: Tensor
-    bias: Tensor
-    """0 where a query sees a key, -inf elsewhere: [B, 1, Q or 1, keys]."""
-    num_queries: int
-    biases: dict[int, Tensor] = field(default_factory=dict)
-    """The same by window, each made for the first layer that asks."""
+    last_BQ: Tensor
+    """int64: the last key that each query sees."""
+    num_keys: int
+    dtype: torch.dtype
+    biases: dict[int | None, Tensor] = field(default_factory=dict)
+    """By window, each made for the first layer that asks, where one piece is all."""
 
-    def bias_within(self, window: int | None) -> Tensor:
-        """`bias` where a window hides what is too far back, too."""
-        if window is None:
-            return self.bias
-        if window not in self.biases:
-            hidden = hidden_by_window(self.bias.isinf(), window)
-            self.biases[window] = torch.zeros_like(self.bias).masked_fill_(hidden, float("-inf"))
-        return self.biases[window]
+    def pieces(self) -> list[slice]:
+        """Columns of queries that are attended to at once."""
+        B, Q = self.last_BQ.shape
+        most = max(1, MOST_PAIRS // (B * self.num_keys))
+        return [slice(first, min(first + most, Q)) for first in range(0, Q, most)]
+
+    def bias(self, columns: slice, window: int | None) -> Tensor:
+        """0 where a query sees a key, -inf elsewhere: [B, 1, columns, keys]."""
+        if window in self.biases:
+            return self.biases[window]
+        last = self.last_BQ[:, None, columns, None]
+        hidden = torch.arange(self.num_keys, device=last.device) > last
+        hidden = hidden if window is None else hidden_by_window(hidden, window)
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=last.device).masked_fill_(hidden, float("-inf"))
+        if bias.shape[2] == self.last_BQ.shape[1]:
+            self.biases[window] = bias
+        return bias
 
 
 class GatherAttention:
@@ -102,16 +115,25 @@ class GatherAttention:
     def _attend(self, layer: int, rectangle: _Rectangle, q_RHD: Tensor, limits: Limits) -> Tensor:
         """[B · Q, H, D] → the same."""
         keys, values = self._cache.gather(layer, rectangle.blocks_BN)
-        (_, H, D), K, B, Q = q_RHD.shape, keys.shape[1], len(rectangle.blocks_BN), rectangle.num_queries
-        # The H/K query heads of a key head are queries of one product, so keys are read once and never repeated.
-        q = q_RHD.view(B, Q, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * Q, D)
-        bias = rectangle.bias_within(limits.window)
-        bias = bias.expand(B, H // K, Q, -1).reshape(B, 1, H // K * Q, -1) if Q > 1 else bias
-        if limits.softcap is None:
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
-        else:
-            out = capped_attention(q, keys, values, bias, limits.softcap)
-        return out.view(B, K, H // K, Q, D).permute(0, 3, 1, 2, 4).reshape(B * Q, H, D)
+        (_, H, D), K, (B, Q) = q_RHD.shape, keys.shape[1], rectangle.last_BQ.shape
+        q_BQKGD = q_RHD.view(B, Q, K, H // K, D)
+        parts = [
+            _attend(q_BQKGD[:, columns], keys, values, rectangle.bias(columns, limits.window), limits.softcap)
+            for columns in rectangle.pieces()
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(B * Q, H, D)
+
+
+def _attend(q_BQKGD: Tensor, keys: Tensor, values: Tensor, bias: Tensor, softcap: float | None) -> Tensor:
+    """[B, Q, K, G, D]. The G query heads of a key head are queries of one product, so keys are read once and never repeated."""
+    B, Q, K, G, D = q_BQKGD.shape
+    q = q_BQKGD.permute(0, 2, 3, 1, 4).reshape(B, K, G * Q, D)
+    bias = bias.expand(B, G, Q, -1).reshape(B, 1, G * Q, -1) if Q > 1 else bias
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+    else:
+        out = capped_attention(q, keys, values, bias, softcap)
+    return out.view(B, K, G, Q, D).permute(0, 3, 1, 2, 4)
 
 
 def _groups(runs: Runs, block_size: int) -> Iterator[np.ndarray]:
@@ -144,15 +166,14 @@ def _rectangle(runs: Runs, members: np.ndarray, block_size: int, device: torch.d
     real_BQ = np.arange(Q) < lengths[:, None]
     column_BQ = np.where(real_BQ, np.arange(Q), 0)
     queries_BQ = offsets[:, None] + column_BQ
-    # A padded query sees what the run's first one sees: a row of -inf alone would be NaN.
-    hidden = np.arange(N * block_size) > (starts[:, None] + column_BQ)[:, :, None]
-    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
     is_whole_batch = Q == 1 and len(members) == len(runs.lengths_S)
     return _Rectangle(
         queries_BQ=None if is_whole_batch else torch.from_numpy(queries_BQ).to(device),
         tokens=torch.from_numpy(queries_BQ[real_BQ]).to(device),
         cells=torch.from_numpy(np.flatnonzero(real_BQ)).to(device),
         blocks_BN=torch.from_numpy(tables_BN).to(device),
-        bias=bias[:, None].to(device),
-        num_queries=Q,
+        # A padded query sees what the run's first one sees: a row of -inf alone would be NaN.
+        last_BQ=torch.from_numpy(starts[:, None] + column_BQ).to(device),
+        num_keys=N * block_size,
+        dtype=dtype,
     )

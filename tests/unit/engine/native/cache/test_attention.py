@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from redline.engine.native.cache import attention as module
 from redline.engine.native.cache.attention import MAX_PADDING, GatherAttention, Runs, _groups
 from redline.engine.native.cache.kv_cache import KVCache
 
@@ -138,6 +139,27 @@ def test_every_new_token_attends_to_itself_and_to_all_before_it(
     attention = GatherAttention(case.cache, case.runs, torch.float32)
     for layer in range(LAYERS):
         torch.testing.assert_close(case.attend(attention, layer).double(), case.expected(layer), rtol=1e-4, atol=2e-5)
+
+
+@settings(max_examples=60)
+@given(batches(), st.integers(0, 2**31), st.sampled_from([1, 50, 400]), st.sampled_from([None, 3]))
+@example(Batch([0, 5], [25, 20], 4), 0, 50, None)
+def test_large_rectangles_are_attended_to_piece_by_piece(batch: Batch, seed: int, most: int, window: int | None) -> None:
+    case, sizes = make_case(batch, Heads(4, 2, 8), seed), list[int]()
+    limits, attend = module.Limits(window), module._attend
+
+    def noted(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, softcap: float | None) -> Tensor:
+        sizes.append(bias.numel() if bias.shape[2] > 1 else 0)
+        return attend(q, keys, values, bias, softcap)
+
+    given = (case.q[0], case.new(case.keys, 0), case.new(case.values, 0))
+    whole = GatherAttention(case.cache, case.runs, torch.float32)(0, *given, limits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_PAIRS", most)
+        patch.setattr(module, "_attend", noted)
+        in_pieces = GatherAttention(case.cache, case.runs, torch.float32)(0, *given, limits)
+    assert max(sizes) <= most
+    torch.testing.assert_close(in_pieces, whole, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=30)
