@@ -34,6 +34,8 @@ class CpuRunner(Runner):
         spec = decoder.spec
         has_rows = spec.hidden_size % LANES == spec.intermediate_size % LANES == 0
         self._may_be_plain = has_rows and spec.experts is None
+        if cache.blocks.dtype is torch.float32:
+            self.most_verified = MOST_ROWS  # with more, a row's bits would depend on the guesses beside it
 
     @property
     def _is_plain(self) -> bool:

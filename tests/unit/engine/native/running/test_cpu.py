@@ -160,3 +160,17 @@ def test_a_row_has_the_same_bits_whatever_the_others_ask_for(folder: Path, what:
     for a, b in zip(found, expected, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         assert a.logprobs[1:].tolist() == b.logprobs[1:].tolist()
+
+
+def test_logprobs_of_many_rows_have_the_same_bits_with_guesses_and_without(folder: Path) -> None:
+    """Sixteen rows and all their guesses are more tokens than a step takes in one call."""
+    asked = [GenerateRequest(np.arange(2, 40, dtype=np.int32), SamplingParams(max_tokens=40, n=16, seed=1))]
+    expected = generated(engine_of(folder), asked)
+    guessing = engine_of(folder, speculation="always")
+    generated(guessing, asked)  # from which all of the second time is guessed
+    before = guessing.stats
+    found = generated(guessing, asked)
+    assert guessing.stats.accepted_tokens - before.accepted_tokens > 16 * 20
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
