@@ -213,16 +213,29 @@ cli.main()
 """
 
 
-def test_an_error_that_every_rank_raises_is_written_down_with_the_ledger(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_signalled", [False, True], ids=["", "a launcher ends rank 0 while it closes"])
+def test_an_error_that_every_rank_raises_is_written_down_with_the_ledger(is_signalled: bool, tmp_path: Path) -> None:
+    """A launcher that misses a rank sends the others a SIGTERM, at the time at which rank 0 misses it and begins to close."""
     script, log = tmp_path / "failing.py", tmp_path / "log"
     script.write_text(FAILING)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with started([*launcher, str(script), str(RECIPE), *keys(tmp_path, 4)], log) as process:
+        if is_signalled:
+            wait_for_failure(tmp_path, process, log)
+            os.kill(rank_ids(process.pid)[0], signal.SIGTERM)
         assert process.wait(PATIENCE_S) != 0
     run, said = only_run(tmp_path), log.read_text(errors="replace")
     failure = json.loads((run / "failure.json").read_text())
     assert (failure["error"], failure["message"], failure["step"]) == ("TrainingError", "every rank says no", 1), said[-4000:]
     assert (run / "ledger.json").is_file(), said[-4000:]
+
+
+def wait_for_failure(folder: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not list(folder.glob("smoke-*/failure.json")):
+        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 LITTLE_ROOM = """

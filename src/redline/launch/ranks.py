@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from redline.config import Config
 from redline.config.sections.run import RunConfig
@@ -90,6 +92,29 @@ def leading() -> Iterator[None]:
         raise
     ranks.dismiss()
     ranks.wait_until_left()
+
+
+@contextmanager
+def closing_before_the_launcher_ends_it() -> Iterator[None]:
+    """Around the steps of rank 0: an error that leaves the block has the process close its run though a SIGTERM comes then.
+    A launcher sends one as soon as it misses a rank, at the very time at which rank 0 does, and would cut off the ledger and
+    the message. The second ends the process at once. Does nothing without others, or where somebody handles SIGTERM."""
+    if num_ranks() == 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _pass_over_the_first)
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _pass_over_the_first(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
 
 
 # ── refused before anything loads ──────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from redline.errors import EngineLostError
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
 from redline.launch.process import prepare_process
-from redline.launch.ranks import num_ranks, remember_launch
+from redline.launch.ranks import closing_before_the_launcher_ends_it, num_ranks, remember_launch
 from redline.launch.result import save_model
 from redline.launch.resume.began_with import refuse_other_data, remember_base, remember_data
 from redline.launch.resume.nothing_to_do import nothing_to_do
@@ -187,7 +187,7 @@ def _sampling(config: Config, outputs: Outputs, stages: Stages, hosts: HostSampl
 
 def _take_steps(config: Config, outputs: Outputs, stages: Stages, watch: RunWatch, profiler: StepProfiler) -> None:
     """Evaluate, run the loop, evaluate again and save the model; or, after an interrupt, a checkpoint."""
-    with watch.interrupts.listening(), recording_at_once(outputs.folder):
+    with closing_before_the_launcher_ends_it(), watch.interrupts.listening(), recording_at_once(outputs.folder):
         if stages.trainer.version == 0:
             watch.evaluate(0)
         with outputs.progress:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ from rich.console import Console
 import redline
 from redline.config import Config, resolve, validate
 from redline.config.sections.run import RunConfig
-from redline.errors import ConfigError
+from redline.errors import ConfigError, RankLostError
 from redline.launch.ranks import (
     check_gpus_for_ranks,
     check_model_for_ranks,
     check_ranks,
+    closing_before_the_launcher_ends_it,
     is_follower,
     remember_launch,
     run_to_take_up,
@@ -167,3 +170,33 @@ def test_the_function_train_refuses_several_processes(monkeypatch: pytest.Monkey
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="runs in one process, and 2 were started"):
         redline.train({})
+
+
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """As a shell leaves it."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_rank_0_closes_after_an_error_though_its_launcher_ends_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RankLostError), closing_before_the_launcher_ends_it():
+        raise RankLostError("rank 1 is gone", "resume")
+    assert callable(signal.getsignal(signal.SIGTERM))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the second ends it
+
+
+@pytest.mark.usefixtures("sigterm")
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_signal_ends_a_process_that_closes_without_an_error(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with closing_before_the_launcher_ends_it():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt), closing_before_the_launcher_ends_it():
+        raise KeyboardInterrupt
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
