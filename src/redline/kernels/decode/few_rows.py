@@ -28,6 +28,8 @@ INNER = 128
 """Of K, per turn of the loop."""
 ENOUGH_PROGRAMS = 256
 """Fewer leave part of the device idle."""
+LONG = 3 * 2048
+"""A K that is cut even where columns are many: a program of one warp would take too long for it."""
 MULTIPROCESSORS = 132
 """One wider program each."""
 
@@ -86,7 +88,7 @@ def _narrow(columns: int, inner: int, is_gated: bool) -> Cut:
     if columns >= 2**15:
         return Cut(64, 4, 1)
     narrow = triton.cdiv(columns, 16)
-    if is_gated or narrow >= ENOUGH_PROGRAMS:
+    if is_gated or (narrow >= ENOUGH_PROGRAMS and inner < LONG):
         return Cut(16, 1, 1) if narrow <= 2 * ENOUGH_PROGRAMS else Cut(32, 2, 1)
     width = 32 if inner >= 4 * columns else 16
     wanted = max(ENOUGH_PROGRAMS // triton.cdiv(columns, width), inner // 2048, 1)
