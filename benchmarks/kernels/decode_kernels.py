@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from graph_timing import CALLS, copy_bandwidth, seconds_per_call
 from torch import Tensor
 
 from redline.kernels.decode import DecodeBatch, SharedPrefixes, Tile, copy_blocks
@@ -36,8 +36,6 @@ from redline.telemetry import describe_environment
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 EPS = 1e-6
-CALLS = 16
-"""Per graph: enough that starting it does not show."""
 MODELS = {"0.5B": (14, 2, 64), "7B": (28, 4, 128)}
 """Query heads, key heads and head size of Qwen 2.5."""
 TILES = {
@@ -150,31 +148,6 @@ class Report:
         return "\n".join(f"{name:56s} {value:9.2f} µs {fraction:6.0%}" for name, value, fraction in rows)
 
 
-def seconds_per_call(calls: list[Callable[[], object]], replays: int = 15) -> list[float]:
-    """One sample per replay of a graph that makes the calls in turn."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph, repeats = torch.cuda.CUDAGraph(), math.ceil(CALLS / len(calls))
-    with torch.cuda.graph(graph):
-        for call in calls * repeats:
-            call()
-    samples = []
-    for replay in range(replays + 2):  # the first two warm up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 2:
-            samples.append(start.elapsed_time(end) / 1e3 / (len(calls) * repeats))
-    return samples
-
-
 # ── checks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -214,13 +187,6 @@ def check_all() -> None:
 
 
 # ── timings ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a kernel that copies 2 GiB; a captured `copy_` is a slower transfer of its own."""
-    source = torch.randn(2**30, device=DEVICE, dtype=DTYPE)
-    target = torch.empty_like(source)
-    return 4 * 2**30 / statistics.median(seconds_per_call([lambda: torch.neg(source, out=target)]))
 
 
 def time_small_kernels(report: Report) -> None:

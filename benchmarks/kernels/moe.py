@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import statistics
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from graph_timing import copy_bandwidth, seconds_per_call
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
@@ -48,7 +47,6 @@ LAYERS = 12
 TIMED_LAYERS = 4
 """Layers whose weights kernels take turns with: 4.8 GB, of which no cache holds anything."""
 ROWS = (1, 64, 512)
-CALLS = 8
 PROMPT, FEW, MANY = 16, 64, 320
 """Tokens of a prompt, and new tokens of the two runs whose difference is a step."""
 SWEPT = [
@@ -83,38 +81,6 @@ class Report:
             (r["name"], r["value"] * 1e6, r["bound"]["value"] * 1e6, r["fraction_of_bound"]) for r in self._document["results"]
         ]
         return "\n".join(f"{name:64s} {value:10.2f} µs {bound:10.2f} µs {part:6.0%}" for name, value, bound, part in rows)
-
-
-def seconds_per_call(calls: list[Callable[[], object]], replays: int = 15) -> list[float]:
-    """One sample per replay of a graph that makes the calls in turn."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph, repeats = torch.cuda.CUDAGraph(), math.ceil(CALLS / len(calls))
-    with torch.cuda.graph(graph):
-        for call in calls * repeats:
-            call()
-    samples = []
-    for replay in range(replays + 2):  # the first two warm up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 2:
-            samples.append(start.elapsed_time(end) / 1e3 / (len(calls) * repeats))
-    return samples
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a kernel that copies 2 GiB."""
-    source = torch.randn(2**30, device=DEVICE, dtype=DTYPE)
-    target = torch.empty_like(source)
-    return 4 * 2**30 / statistics.median(seconds_per_call([lambda: torch.neg(source, out=target)]))
 
 
 def random_weights() -> ExpertWeights:
