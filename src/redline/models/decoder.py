@@ -9,8 +9,9 @@ themselves (`hf.py` splits them on the way out), so trainer and engine see one s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +40,10 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = ...) -> Tensor: ...
 
 
-@runtime_checkable
-class FusedAttend(Protocol):
+class FusedAttend(ABC):
     """Attention that takes a layer's raw projection [T, H + 2 · K, D] and does norm, rotation and attention in one kernel."""
 
+    @abstractmethod
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor: ...
 
 

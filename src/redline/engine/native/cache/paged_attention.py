@@ -9,11 +9,11 @@ from torch import Tensor
 from redline.engine.native.cache.attention import Runs
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.kernels.cpu.steps import Steps
-from redline.models.decoder import DecoderLayer
+from redline.models.decoder import DecoderLayer, FusedAttend
 
 
-class PagedAttention:
-    """Norm, rotation, cache write and attention of runs of new tokens. A `FusedAttend`."""
+class PagedAttention(FusedAttend):
+    """Norm, rotation, cache write and attention of runs of new tokens."""
 
     def __init__(self, steps: Steps, cache: KVCache, rotary: Tensor, runs: Runs) -> None:
         self._steps, self._cache, self._rotary, self._runs = steps, cache, rotary, runs

@@ -37,7 +37,7 @@ from redline.kernels.decode.rotate_and_store import rotate_and_store
 from redline.kernels.decode.sampling import sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
 from redline.kernels.decode.step import StepInputs, begin_step, end_step
-from redline.models.decoder import AnyAttend, Decoder, DecoderLayer
+from redline.models.decoder import AnyAttend, Decoder, DecoderLayer, FusedAttend
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers.rope import rotary_table
 
@@ -65,8 +65,8 @@ def serves(decoder: AnyDecoder, dtype: torch.dtype, block_size: int) -> TypeGuar
     )
 
 
-class PagedDecodeAttention:
-    """Norm, rotation, cache write and attention of one new token per row, in one kernel. A `FusedAttend`.
+class PagedDecodeAttention(FusedAttend):
+    """Norm, rotation, cache write and attention of one new token per row, in one kernel.
 
     Several entries of a batch may be tokens of one row, each with the place in the cache that it goes to (`slots_B`). Their
     keys and values are written before any is read, and then once more, by the kernel that reads them: the same bits."""

@@ -24,7 +24,7 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.running.graphs import GraphCache, nothing_collected
 from redline.kernels.decode.prompt_attention import NOBODY, TILES, prompt_attention, query_blocks
 from redline.kernels.decode.rotate_and_store import rotate_and_store
-from redline.models.decoder import Decoder, DecoderLayer
+from redline.models.decoder import Decoder, DecoderLayer, FusedAttend
 
 SIZES = (32, 64, 128, 256, 512)
 """Tokens of a captured pass. Each is captured when it is first needed."""
@@ -32,8 +32,8 @@ MOST_RUNS = 16
 """Sequences of a captured pass."""
 
 
-class PromptAttention:
-    """Chunks of prompts, which read all of their context from its pages. A `FusedAttend`."""
+class PromptAttention(FusedAttend):
+    """Chunks of prompts, which read all of their context from its pages."""
 
     def __init__(
         self, cache: KVCache, rotary: Tensor, tables_RN: Tensor, positions_T: Tensor, slots_T: Tensor, blocks: Tensor
