@@ -153,6 +153,12 @@ def _kv_share(s: Situation) -> Sequence[float]:
     return [share for share in (0.7, 0.85) if is_read and share > engine.gpu_memory_utilization]
 
 
+def _guesses(s: Situation) -> Sequence[str]:
+    """The same samples; whether attempts repeat each other enough, only a trial says."""
+    engine = s.config.engine
+    return ("auto",) if engine.kind == "native" and engine.tensor_parallel_size == 1 else ()
+
+
 # ── memory that costs time ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -210,6 +216,7 @@ SPACE: Mapping[str, Callable[[Situation], Sequence[Any]]] = {
     "engine.gpu_memory_utilization": _kv_share,
     "engine.kv_cache_memory_bytes": _kv_bytes,
     "engine.max_num_batched_tokens": _batched_tokens,
+    "engine.speculation": _guesses,
     "trainer.offload_optimizer": _off,
     "trainer.reference_offload": _off,
     "placement.sleep": _off,

@@ -39,10 +39,17 @@ def names(*overrides: str) -> list[str]:
 
 
 def test_a_recipe_that_leaves_everything_open_has_little_to_try() -> None:
-    assert not [name for name in names() if name.startswith(("engine.", "trainer.gradient", "trainer.offload"))]
+    found = [name for name in names() if name.startswith(("engine.", "trainer.gradient", "trainer.offload"))]
+    assert found == ["engine.speculation=auto"]
     assert "buffer.max_lag=1" in names()
     assert "buffer.max_lag=1 placement.engines=1" in names()
     assert "buffer.max_lag=2" not in names("buffer.max_lag=1")
+
+
+def test_guesses_are_tried_once_and_only_of_an_engine_that_makes_them() -> None:
+    assert "engine.speculation=auto" not in names("engine.speculation=auto")
+    assert "engine.speculation=auto" not in names("engine.tensor_parallel_size=2", "placement.engines=1")
+    assert not [name for name in names("engine.kind=transformers") if "speculation" in name]
 
 
 def test_a_lag_brings_rows_for_the_attempts_of_all_steps_where_each_had_one() -> None:
