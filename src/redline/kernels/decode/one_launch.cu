@@ -290,7 +290,7 @@ __device__ __forceinline__ void work(
     };
     auto chunk_at = [&](int chunk) { return chunk < P::end_chunk() ? chunk : P::end_chunk() - 1; };
     // Wait for a word of each who writes what the block will need. If all warps asked for all of it again and again, it would
-    // come late. Products write a unit's columns of all rows at once, the last row last; the attention writes row by row.
+    // come late. Products write a unit's columns of all rows at about the same time; the attention writes row by row.
     auto watch = [&] {
         if (warp == 0) {
             constexpr int of_part = P::part_chunks * P::chunk_blocks * 4, most = of_part < BLOCKS ? of_part : BLOCKS;
