@@ -47,6 +47,7 @@ def test_the_product_down_is_cut_where_its_sums_can_meet_at_once() -> None:
     assert down_parts(SEVEN_BILLION, 132) == 2  # of 22 chunks: with 11 parts a block would have 38 units
     assert down_parts(SMALL, 132) == 2
     assert down_parts(replace(HALF_BILLION, inner=896), 132) == 1
+    assert down_parts(replace(HALF_BILLION, inner=8 * 896), 7) == 1  # however few blocks there are
 
 
 @pytest.mark.parametrize("shape", [HALF_BILLION, SMALL, NORMED, WIDER, SEVEN_BILLION])

@@ -218,7 +218,7 @@ def down_parts(shape: Shape, blocks: int) -> int:
     def meets_once(parts: int) -> bool:
         return chunks % parts == 0 and math.ceil(units / (blocks // parts)) <= MOST_TILES
 
-    return max((parts for parts in range(2, MOST_MEETING + 1) if meets_once(parts)), default=1)
+    return max((parts for parts in range(2, min(MOST_MEETING, blocks) + 1) if meets_once(parts)), default=1)
 
 
 def shared_bytes(shape: Shape, halves: int, stages: int, has_ahead: bool = False) -> int:
