@@ -276,8 +276,9 @@ class Dispatcher:
         self._num_sampling_here = len(plays)
         with self.session.held():
             try:
-                for play in sorted(plays, key=lambda play: play.requests[0].request.order):
-                    self._submit(play)
+                with span("engine.schedule"):  # as of an engine with a thread of its own
+                    for play in sorted(plays, key=lambda play: play.requests[0].request.order):
+                        self._submit(play)
                 self.session.step_until(lambda: self._num_sampling_here == 0)
             except BaseException:  # an interrupt too: they are not wanted any more
                 for play in plays:

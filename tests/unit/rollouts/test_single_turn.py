@@ -21,6 +21,7 @@ from redline.errors import ConfigError, TaskError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import prompt_limit
+from redline.telemetry import Recorder, recording
 from redline.types import Completion, Failure, FinishReason, GenerateRequest, Task, TrajectoryGroup
 
 TOKENIZER = tiny_tokenizer()
@@ -110,6 +111,22 @@ def test_a_group_is_the_attempts_at_one_task_with_their_advantages() -> None:
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
     np.testing.assert_allclose(group.advantages, [1.0, -1.0], atol=1e-5)
     assert group.has_signal
+
+
+class SlowToTake(FakeEngine):
+    """Takes a while over every request that it is given."""
+
+    SECONDS = 0.05
+
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        time.sleep(self.SECONDS)
+        return super().submit(request, streaming=streaming)
+
+
+def test_what_an_engine_takes_over_new_requests_is_its_time_in_lockstep_too() -> None:
+    with recording(Recorder()) as recorder:
+        collect(make_rollouts(FakeTasks(), SlowToTake()), 3, version=0)
+    assert recorder.step_mark()["engine.schedule"] >= 3 * SlowToTake.SECONDS * 1e9
 
 
 @pytest.mark.parametrize(
