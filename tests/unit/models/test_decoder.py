@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from redline.errors import ModelError
 from redline.kernels.segments import Segments
@@ -30,6 +31,7 @@ from redline.models.files.hf import check_folder, load_config, load_decoder, loa
 from redline.models.files.sources import cache_root, model_folder
 from redline.models.files.tiny import write_tiny_model
 from redline.models.generic import GenericDecoder
+from redline.models.layers.rope import rotary_frequencies
 from redline.models.spec import spec_from_config
 
 families = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -189,6 +191,17 @@ def test_positions_may_be_given_as_older_config_files_give_them(legacy: dict, tm
     decoder, tokens = load_decoder(tmp_path), random_tokens(200, seed=1)
     assert isinstance(decoder, Decoder)
     assert_same_logits(our_logits(decoder, tokens), logits_of(oracle, tokens))
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e5, 5e5, 1e6, 1e7])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_rotary_frequencies_are_transformers_own_to_the_bit(theta: float, head_dim: int) -> None:
+    """At position 131,071 the last bit of a frequency turns a head by 0.008."""
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    config = llama(hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=parameters)
+    frequencies, factor = rotary_frequencies(config)
+    assert torch.equal(frequencies, LlamaRotaryEmbedding(config).inv_freq)
+    assert factor == 1
 
 
 LONGROPE = rope(

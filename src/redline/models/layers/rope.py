@@ -25,7 +25,8 @@ def rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     if kind == "default":
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return rope["rope_theta"] ** -exponents, 1.0
+        # As transformers has it, to the bit: at position 131,071 the last bit of a frequency is 0.008 of an angle.
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
     if kind not in STATIC_KINDS:
         raise ModelError(f"rope type {kind!r} is not supported", f"one of default, {', '.join(STATIC_KINDS)}")
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
