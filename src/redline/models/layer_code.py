@@ -36,8 +36,7 @@ def layer_code(
     if not isinstance(shape, DecoderSpec):
         return "eager"
     if not kernels:
-        inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
-        has_rows = shape.hidden_size % LANES == inner % LANES == 0
+        has_rows = all(columns % LANES == 0 for columns in (shape.hidden_size, *shape.inner_sizes))
         return "compiled" if compiled and has_rows and dtype is torch.float32 else "eager"
     by_hand = whole and checkpointing != "selective" and dtype.itemsize == 2
     has_more = shape.qk_norm or shape.o_bias or shape.mlp_bias or shape.experts is not None

@@ -71,6 +71,14 @@ class DecoderSpec(ModelShape):
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        """Inner columns of an MLP, of an expert, or of both where only some layers have experts."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        of_layers = () if len(self.experts.layers) == self.num_layers else (self.intermediate_size,)
+        return (*of_layers, self.experts.intermediate_size)
+
+    @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Rows of the query, key and value projections inside the fused one."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim

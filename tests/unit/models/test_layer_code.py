@@ -20,6 +20,10 @@ from redline.models.parallel import Shard, shard_decoder
 from redline.models.spec import ExpertsSpec, ModelShape
 from redline.models.stage import cut_stage
 
+SOME = ExpertsSpec(4, 2, 64, True, (0, 1))
+ODD_EXPERTS = replace(QWEN_HALF_BILLION, experts=replace(SOME, intermediate_size=65))
+ODD_MLPS = replace(QWEN_HALF_BILLION, intermediate_size=65, experts=SOME)
+NO_MLPS = replace(QWEN_HALF_BILLION, intermediate_size=65, num_layers=2, experts=SOME)
 OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
 
 
@@ -39,6 +43,9 @@ OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
         ({"dtype": torch.float32}, "kernels"),
         ({"shape": OTHER_NETWORK}, "eager"),
         ({"shape": replace(QWEN_HALF_BILLION, experts=ExpertsSpec(4, 2, 64, True, (0, 1)))}, "kernels"),
+        ({"kernels": False, "compiled": True, "dtype": torch.float32, "shape": ODD_EXPERTS}, "eager"),
+        ({"kernels": False, "compiled": True, "dtype": torch.float32, "shape": ODD_MLPS}, "eager"),
+        ({"kernels": False, "compiled": True, "dtype": torch.float32, "shape": NO_MLPS}, "compiled"),
     ],
 )
 def test_who_runs_the_layers_follows_from_the_setting(change: dict[str, object], code: str) -> None:

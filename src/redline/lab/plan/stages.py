@@ -8,8 +8,11 @@ and what a step waits for.
 
 from __future__ import annotations
 
+import operator
+
 from redline.errors import ConfigError
 from redline.lab.plan.shapes import Model
+from redline.models.sizes.memory import layer_parameters
 from redline.models.spec import DecoderSpec
 from redline.models.stage import stage_layers
 
@@ -37,11 +40,14 @@ def layers_of(model: Model, stages: int) -> tuple[int, int]:
 
 
 def parameters_of(model: Model, stages: int) -> int:
-    """Parameters of the fullest stage: layers with the embedding, or with the head."""
+    """Parameters of the fullest stage: its layers, the first with the embedding, the last with norm and head."""
     if stages == 1:
         return model.parameters
-    first, _ = layers_of(model, stages)
-    return -(-model.body_parameters * first // model.shape.num_layers) + model.head_parameters
+    shape = model.shape
+    assert isinstance(shape, DecoderSpec), "others are not cut into stages"
+    around = [model.head_parameters, *[0] * (stages - 2), shape.hidden_size + model.head_parameters]
+    of_layers = (layer_parameters(shape, layers) for layers in stage_layers(shape.num_layers, stages))
+    return max(map(operator.add, of_layers, around))
 
 
 def time_share(stages: int, micro_batches: float) -> float:

@@ -12,7 +12,7 @@ Logits are never whole: `trainer/loss/logprobs.py` has a chunk of them at a time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,7 +164,7 @@ def layer_bytes(
     and of the output in rows, and queries, keys and values are float32.
     """
     E, A, C = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    (I, passed), H = _mlp_columns(shape, num_parameters), shape.num_heads  # noqa: E741
+    (I, passed), H = _mlp_columns(shape, num_parameters, 3 + (code == "eager")), shape.num_heads  # noqa: E741
     has_qk_norm = isinstance(shape, DecoderSpec) and shape.qk_norm
     size = dtype.itemsize
     heads, scratch = A + 2 * C, _attention_scratch(shape, size)
@@ -225,16 +225,20 @@ def around_bytes(shape: ModelShape, dtype: torch.dtype, code: LayerCode) -> int:
 
 def num_parameters(spec: DecoderSpec) -> int:
     """Parameters of a `Decoder` of this shape."""
+    embeddings = (1 if spec.tied_embeddings else 2) * spec.vocab_size * spec.hidden_size
+    return layer_parameters(spec, range(spec.num_layers)) + embeddings + spec.hidden_size
+
+
+def layer_parameters(spec: DecoderSpec, layers: Iterable[int]) -> int:
+    """Parameters of these layers: with experts a layer has many times those of one without."""
     E, A, I = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size  # noqa: E741
-    qkv, experts = sum(spec.qkv_sizes), spec.experts
+    qkv = sum(spec.qkv_sizes)
     attention = E * qkv + A * E + spec.qkv_bias * qkv + spec.o_bias * E
     norms = 2 * E + spec.qk_norm * 2 * spec.head_dim
     mlp = 3 * E * I + spec.mlp_bias * (2 * I + E)
-    sparse = 0 if experts is None else experts.count * E * (1 + 3 * experts.intermediate_size)
-    num_sparse = 0 if experts is None else len(experts.layers)
-    embeddings = (1 if spec.tied_embeddings else 2) * spec.vocab_size * E
-    layers = spec.num_layers * (attention + norms) + (spec.num_layers - num_sparse) * mlp + num_sparse * sparse
-    return layers + embeddings + E
+    experts = [spec.experts_of(layer) for layer in layers]
+    sparse = (each.count * E * (1 + 3 * each.intermediate_size) if each else mlp for each in experts)
+    return len(experts) * (attention + norms) + sum(sparse)
 
 
 def idle_parameters(shape: ModelShape) -> int:
@@ -267,16 +271,17 @@ def adapter_parameters(spec: DecoderSpec, rank: int, targets: Sequence[str]) -> 
     return spec.num_layers * rank * sum(sizes)
 
 
-def _mlp_columns(shape: ModelShape, num_parameters: int) -> tuple[int, int]:
-    """Inner columns of a token in one layer, and columns of what its experts are given and return; of layers of both kinds, the
-    kind with more. Where only the size of the whole network is known: as if layers were all gated MLP beside attention, which
-    overrates a mixture of experts."""
+def _mlp_columns(shape: ModelShape, num_parameters: int, times: int) -> tuple[int, int]:
+    """Inner columns of a token in one layer, which are kept so many `times`, and columns of what its experts are given and
+    return; of layers of both kinds, the kind that keeps more. Where only the size of the whole network is known: as if layers
+    were all gated MLP beside attention, which overrates a mixture of experts."""
     if isinstance(shape, DecoderSpec):
         plain, experts = (shape.intermediate_size, 0), shape.experts
         if experts is None:
             return plain
         sparse = experts.per_token * experts.intermediate_size, 2 * experts.per_token * shape.hidden_size
-        return sparse if len(experts.layers) == shape.num_layers else max(plain, sparse, key=sum)
+        is_mixed = len(experts.layers) < shape.num_layers
+        return max(plain, sparse, key=lambda each: times * each[0] + each[1]) if is_mixed else sparse
     attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     per_layer = (num_parameters - shape.vocab_size * shape.hidden_size) // shape.num_layers
     return max(shape.hidden_size, (per_layer - attention) // (3 * shape.hidden_size)), 0

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_models import CONFIGS, llama, write_model
+from support.small_models import CONFIGS, EXPERTS, SHAPE, llama, write_model
 from textbook import CHANGES, after, all_at_once, enough
+from transformers import Qwen3MoeConfig
 
 from redline.config.load import validate
 from redline.config.schema import Config
@@ -270,6 +271,16 @@ def test_the_fullest_stage_is_counted_as_it_is_cut(tmp_path: Path, tied: bool, s
     counts = [sum(p.numel() for p in cut_stage(decoder, index, stages).parameters()) for index in range(stages)]
     norm = decoder.spec.hidden_size
     assert parameters_of(describe_model(str(tmp_path)), stages) == pytest.approx(max(counts), abs=norm)
+
+
+@pytest.mark.parametrize("without_experts", [[0, 1], [2, 3], [0, 3]])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_fullest_stage_is_the_one_with_the_experts(tmp_path: Path, without_experts: list[int], stages: int) -> None:
+    shape = {**SHAPE, "num_hidden_layers": 4, "mlp_only_layers": without_experts}
+    write_model(tmp_path, Qwen3MoeConfig(**shape, **EXPERTS), seed=1)
+    decoder = load_decoder(tmp_path)
+    counts = [sum(p.numel() for p in cut_stage(decoder, index, stages).parameters()) for index in range(stages)]
+    assert parameters_of(describe_model(str(tmp_path)), stages) == max(counts)
 
 
 def staged(stages: int, gpus: int, **trainer: Any) -> Setup:

@@ -30,7 +30,7 @@ from redline.models.sizes.memory import (
     parameter_bytes,
     token_bytes,
 )
-from redline.models.spec import DecoderSpec, ModelShape
+from redline.models.spec import DecoderSpec, ExpertsSpec, ModelShape
 
 LENGTH = 4
 FAMILIES = ["llama, tied", "llama, all biases", "mistral, own head size", "qwen2, untied", "qwen3, own head size", "qwen3_moe"]
@@ -107,6 +107,17 @@ def test_written_out_layers_keep_what_their_backward_pass_names() -> None:
     assert by_autograd.kept == kept
     assert by_autograd.kept_with("light") == kept - 2 * I
     assert by_autograd.kept_with("selective") == kept - 2 * 3 * I
+
+
+@pytest.mark.parametrize("code", ["eager", "compiled", "kernels"])
+@pytest.mark.parametrize("width", [64, 1024, 2048, 3000, 4096, 16384])
+def test_where_some_layers_have_experts_a_token_is_counted_as_in_the_dearer_kind(code: LayerCode, width: int) -> None:
+    experts = ExpertsSpec(count=8, per_token=2, intermediate_size=512, normalized=True, layers=(1,))
+    mixed = dataclasses.replace(QWEN_HALF_BILLION, intermediate_size=width, num_layers=2, experts=experts)
+    plain = dataclasses.replace(mixed, experts=None)
+    sparse = dataclasses.replace(mixed, experts=dataclasses.replace(experts, layers=(0, 1)))
+    found, *kinds = (layer_bytes(spec, 0, torch.float32, code) for spec in (mixed, plain, sparse))
+    assert found.kept == max(each.kept for each in kinds)
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",), get_args(Projection)])
