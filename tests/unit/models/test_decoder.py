@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from redline.kernels.segments import Segments
 from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import check_folder, load_config, load_decoder, load_tokenizer, save_folder, stop_token_ids
-from redline.models.files.sources import cache_root, model_folder
+from redline.models.files.sources import _cache_name, cache_root, model_folder
 from redline.models.files.tiny import write_tiny_model
 from redline.models.generic import GenericDecoder
 from redline.models.layers.rope import rotary_frequencies
@@ -392,6 +393,17 @@ def test_a_model_whose_making_fails_leaves_nothing_in_the_cache(tmp_path: Path, 
     with pytest.raises(ModelError, match="cannot be converted"):
         model_folder(str(tmp_path / "noise.gguf"))
     assert list(cache_root().iterdir()) == []
+
+
+def test_a_gguf_file_that_is_replaced_within_a_second_is_converted_anew(tmp_path: Path) -> None:
+    """As by a copy that keeps times, or by a tool that rounds them."""
+    path, second = tmp_path / "model.gguf", 1_700_000_000 * 10**9
+    names = []
+    for content, moment in ((b"one", second), (b"two", second + 1), (b"three", second)):
+        path.write_bytes(content)
+        os.utime(path, ns=(moment, moment))
+        names.append(_cache_name(str(path), 0))
+    assert len(set(names)) == 3
 
 
 def test_a_local_folder_is_used_where_it_is(tmp_path: Path) -> None:

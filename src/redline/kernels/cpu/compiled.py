@@ -21,6 +21,9 @@ from pathlib import Path
 
 import torch
 
+from redline.config.user_cache import user_cache
+from redline.errors import ConfigError
+
 COMPILERS = ("gcc", "cc")
 FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-fPIC"),
@@ -104,10 +107,10 @@ def _cpu() -> str:
 def _place(name: str) -> Path | None:
     """Where to keep it; None where there is no folder that is the user's alone."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline" / "kernels"
+        folder = user_cache() / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
+    except (OSError, ConfigError):  # no home, or one that cannot be written
         return None
     return folder / name if about.st_uid == os.geteuid() and not about.st_mode & 0o022 else None
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from redline.child import ChildError, only_answer, take_stdout
+from redline.config.user_cache import user_cache
 from redline.errors import RedlineError
 from redline.lab.measure.machine import measure_machine, resident_bytes
 from redline.lab.plan.devices import CPU_PRICE, Device
-from redline.models.files.sources import cache_root
 from redline.telemetry import describe_environment
 
 
@@ -89,7 +89,7 @@ def main() -> None:
 
 def plan_folder() -> Path:
     """Where measured machines are kept."""
-    return cache_root().parent / "plan"
+    return user_cache() / "plan"
 
 
 if __name__ == "__main__":

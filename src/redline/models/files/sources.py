@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from redline.config.installation import how_to_install
 from redline.config.paths import is_adapter, is_run_folder, model_of_run
+from redline.config.user_cache import user_cache
 from redline.errors import ModelError
 from redline.models.files.modes import give_usual_mode
 from redline.models.files.tiny import SMALL, write_tiny_model
@@ -98,7 +98,9 @@ def _cache_name(path: str, seed: int) -> str | None:
         return f"merged-{hashlib.sha256(_merged_of(local, seed).encode()).hexdigest()[:16]}"
     if not local.is_file():
         return None
-    return f"{local.stem}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}-{int(local.stat().st_mtime)}"
+    about = local.stat()
+    which = f"{local.resolve()}/{about.st_size}/{about.st_mtime_ns}"  # copies may keep a second, not what is in it
+    return f"{local.stem}-{hashlib.sha256(which.encode()).hexdigest()[:16]}"
 
 
 def _merged_of(adapter: Path, seed: int) -> str:
@@ -111,7 +113,7 @@ def _merged_of(adapter: Path, seed: int) -> str:
 
 
 def cache_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "redline" / "models"
+    return user_cache() / "models"
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:

@@ -17,6 +17,7 @@ import psutil
 
 import redline
 from redline.config.resolve import bfloat16_flags
+from redline.config.user_cache import user_home
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "safetensors")
 
@@ -84,5 +85,6 @@ def _output(command: Sequence[str]) -> str | None:
 
 def _without_home(argument: str) -> str:
     """`key=/home/someone/data` → `key=~/data`."""
-    own = argument.replace(str(Path.home()), "~") if Path.home() != Path("/") else argument
+    home = user_home()
+    own = argument if home in (None, Path("/")) else argument.replace(str(home), "~")
     return re.sub(r"(^|[=:,])(?:/home/[^/]+|/Users/[^/]+|/root)(?=/|$)", r"\1~", own)
