@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,15 +95,16 @@ class _Row:
 class Speculation:
     """Drafts for the rows of one engine."""
 
-    def __init__(self, rows: Rows, mode: SpeculationMode) -> None:
+    def __init__(self, rows: Rows, mode: SpeculationMode, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock` gives seconds."""
         self.counts = SpeculationCounts()
         self.costs = Costs()
-        self._mode = mode
+        self._mode, self._clock = mode, clock
         self._book = rows
         self._texts = Texts(rows, table_size=TABLE_SIZE if mode != "off" else 1)
         self._rows: dict[Sequence_, _Row] = {}
         self._looks_again = 0.0
-        """Not before this moment, on `time.perf_counter`."""
+        """Not before this moment of the clock."""
         self._last = 0, 0
         """Tokens drafted and accepted in the last verifying step."""
         self._references = References(rows)
@@ -146,17 +147,20 @@ class Speculation:
             return False
         if self._mode == "always":
             return True
-        return time.perf_counter() >= self._looks_again and not self.costs.needs_plain(num_rows)
+        return self._clock() >= self._looks_again and not self.costs.needs_plain(num_rows)
 
     def drafts(self, sequences: Sequence[Sequence_], most: int) -> dict[Sequence_, list[int]]:
         """Tokens that each of these may sample next, for those where that pays, as far as the host has heard of them; no more
         than make `most` tokens with the newest ones."""
-        began = time.perf_counter()
+        began = self._clock()
         drafts = self._drafts(sequences, most)
         if not drafts:
-            now = time.perf_counter()
-            self._looks_again = now + (now - began) / LOOK_SHARE
+            self.looked_in_vain(self._clock() - began)
         return drafts
+
+    def looked_in_vain(self, seconds: float) -> None:
+        """A look for drafts took so long and found none: the next one waits."""
+        self._looks_again = self._clock() + seconds / LOOK_SHARE
 
     def _drafts(self, sequences: Sequence[Sequence_], most: int) -> dict[Sequence_, list[int]]:
         rows = [self._rows[sequence] for sequence in sequences]
