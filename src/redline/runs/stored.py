@@ -37,6 +37,17 @@ class LetGo:
         return f"trajectories/ holds the newest groups; the attempts of {self.groups:,} older ones were let go, {self.why}."
 
 
+@dataclass(slots=True, frozen=True)
+class StoredText:
+    """One sequence of an attempt."""
+
+    task_id: str
+    token_ids: np.ndarray
+    """int32, prompts included."""
+    turns: list[dict[str, Any]]
+    """As in the columns of the store: the policy sampled the tokens from `start` to `end`, until `finish_reason`."""
+
+
 class StoredRun:
     """The trajectories of a run, to look at. Steps count from 1, as in `metrics.jsonl`."""
 
@@ -68,10 +79,10 @@ class StoredRun:
             )
         return found
 
-    def newest(self) -> Iterator[GroupRow]:
-        """Give all groups that are complete, the newest first, one at a time."""
+    def newest(self, before: int | None = None) -> Iterator[GroupRow]:
+        """Give all groups that are complete, the newest first, one at a time: all, or those before an index."""
         with self._index() as index:
-            yield from index.newest()
+            yield from index.newest(before)
 
     def trained_steps(self) -> list[int]:
         """Return the steps that were trained on groups whose attempts are still there."""
@@ -144,6 +155,15 @@ class StoredRun:
             values = mask.values.to_numpy()[offsets[0] : offsets[-1]]
             chosen = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
             yield group, (np.diff(offsets), np.diff(chosen[offsets - offsets[0]]))
+
+    def texts(self, groups: Iterable[GroupRow]) -> Iterator[tuple[GroupRow, list[StoredText]]]:
+        """Each group that is still stored with the tokens of its sequences. They are views of the files: nothing is copied."""
+        for group, batch in self._batches(groups, must_be_intact=True):
+            if batch is not None:
+                rows = as_of_now(batch)
+                tokens = (value.values.to_numpy() for value in rows.column("token_ids"))
+                turns, tasks = rows.column("turns").to_pylist(), rows.column("task_id").to_pylist()
+                yield group, [StoredText(*each) for each in zip(tasks, tokens, turns, strict=True)]
 
     def _batches(self, groups: Iterable[GroupRow], *, must_be_intact: bool = False) -> Iterator[tuple[GroupRow, Any]]:
         """Give each group with its own rows; None where there are none."""

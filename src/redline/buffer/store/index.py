@@ -104,6 +104,7 @@ _NEWEST = "MAX(MAX(begun_version, COALESCE(trained_version, 0)))"
 _TOTALS = f"""SELECT segment, SUM({_LIVE}), {_NEWEST},
   MAX(first_row + COALESCE(num_sequences, num_attempts)) FROM groups
 WHERE segment IS NOT NULL GROUP BY segment"""
+_LARGEST = 2**63 - 1
 _LAST = f"SELECT COALESCE(MAX(group_index) + 1, 0), COALESCE({_NEWEST}, 0) FROM groups"
 
 
@@ -188,10 +189,11 @@ class GroupIndex:
             found = self._database.execute(f"{self._get} {which}", (version, most)).fetchall()
             return [_row(self.path, one) for one in reversed(found)]
 
-    def newest(self) -> Iterator[GroupRow]:
-        """Those that are stored, from the last index back."""
+    def newest(self, before: int | None = None) -> Iterator[GroupRow]:
+        """Those that are stored, from the last index back, or from the one before `before`."""
+        which = "WHERE segment IS NOT NULL AND group_index < ? ORDER BY group_index DESC"
         with _explained(self.path):
-            for found in self._database.execute(f"{self._get} WHERE segment IS NOT NULL ORDER BY group_index DESC"):
+            for found in self._database.execute(f"{self._get} {which}", (_LARGEST if before is None else before,)):
                 yield _row(self.path, found)
 
     def trained_steps(self, segments: Iterable[int]) -> list[int]:
