@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import (
@@ -55,6 +56,25 @@ def test_a_slow_reward_is_the_first_finding_of_the_verb_and_of_the_report(tmp_pa
     assert "prove: redline compare runs/" in said
     succeed("report", folder.path, cwd=tmp_path)
     assert "Rewards hold up the run." in (folder.path / "report.html").read_text()
+
+
+def test_texts_that_repeat_are_told_to_be_guessed_and_others_are_not(tmp_path: Path) -> None:
+    """Near temperature 0 a random network repeats itself and its siblings."""
+    rollouts = {"groups_per_step": 2, "group_size": 4, "max_new_tokens": 96, "evaluation": {"num_tasks": 0}}
+    write_letters(tmp_path, run={"steps": 8}, rollouts=rollouts)
+
+    def found(name: str, *overrides: str) -> dict[str, dict[str, Any]]:
+        succeed("train", "letters.yaml", f"run.name={name}", *overrides, cwd=tmp_path)
+        findings = json.loads(succeed("doctor", f"runs/{name}-001", "--json", cwd=tmp_path))["findings"]
+        return {finding["cause"]: finding for finding in findings}
+
+    repeats = found("repeats", "rollouts.temperature=0.05")["speculation_off"]
+    assert repeats["change"] == {"engine.speculation": "auto"}
+    assert repeats["prove"].endswith("--b engine.speculation=auto")
+    assert 0 < repeats["gain"]["low_s"] <= repeats["gain"]["likely_s"]
+    assert {"guesses", "tokens a step"} <= {evidence["name"] for evidence in repeats["evidence"]}
+    assert "speculation_off" not in found("guessed", "rollouts.temperature=0.05", "engine.speculation=auto")
+    assert "speculation_off" not in found("differs")
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:

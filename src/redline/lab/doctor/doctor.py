@@ -9,7 +9,8 @@ from typing import Any
 
 from redline.lab.doctor.facts import FEWEST, Facts
 from redline.lab.doctor.finding import Abstention, Answer, Finding
-from redline.lab.doctor.rules import engine, machine, moving, rollouts, trainer
+from redline.lab.doctor.guesses import may_guess, replayed
+from redline.lab.doctor.rules import engine, machine, moving, rollouts, speculation, trainer
 from redline.runs.run import Run
 from redline.runs.verdict import Bound
 from redline.telemetry.summary.timeline import PREFIX
@@ -30,6 +31,7 @@ RULES: Mapping[str, Rule] = {
     "kv_cache_too_small": engine.kv_cache_too_small,
     "kv_cache_too_large": engine.kv_cache_too_large,
     "too_much_tensor_parallelism": engine.too_much_tensor_parallelism,
+    "speculation_off": speculation.speculation_off,
     "micro_batch_too_small": trainer.micro_batch_too_small,
     "checkpointing_not_needed": trainer.checkpointing_not_needed,
     "offload_not_needed": trainer.offload_not_needed,
@@ -107,7 +109,7 @@ class Diagnosis:
 def diagnose(run: Run, *, with_delays: bool = False, rules: Mapping[str, Rule] = RULES) -> Diagnosis:
     """Look at a run for every known cause. Blocks for a second or two while its newest steps are read; the run may still go on.
     Steps that were delayed on purpose do not count, unless they are asked for."""
-    facts = Facts.of(run, with_delays=with_delays)
+    facts = facts_of(run, with_delays=with_delays)
     phases = {
         name.removeprefix(PREFIX).removesuffix("_s"): facts.total(name) for name in facts.steps if name.startswith(PREFIX)
     }
@@ -123,6 +125,13 @@ def diagnose(run: Run, *, with_delays: bool = False, rules: Mapping[str, Rule] =
         has_phases=bool(phases),
         num_delayed=facts.num_delayed,
     )
+
+
+def facts_of(run: Run, *, with_delays: bool = False) -> Facts:
+    """Everything that the rules ask for: what the run's logs say, and what guesses would have saved."""
+    facts = Facts.of(run, with_delays=with_delays)
+    may_pay = facts.num_steps >= FEWEST and may_guess(facts)
+    return replace(facts, guesses=replayed(run, facts)) if may_pay else facts
 
 
 def examined(facts: Facts, rules: Mapping[str, Rule] = RULES) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:

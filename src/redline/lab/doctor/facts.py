@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from redline.telemetry.delays import PLAN, TOTAL
 from redline.telemetry.files.metrics import first_row_where, rows_from_the_last
 from redline.telemetry.ledger import MAIN_LANE
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
+
+if TYPE_CHECKING:
+    from redline.lab.doctor.guesses import Guesses
 
 Side = Literal["trainer", "rollouts", "both"]
 """Who does the work. In lockstep trainer and rollouts take turns in one thread; with a lag they work at once, and one of them
@@ -82,6 +85,8 @@ class Facts:
     """Span → seconds of the ledger that it slept in steps that are left out."""
     num_delayed: int = 0
     """Steps that are left out, since they were delayed on purpose."""
+    guesses: Guesses | None = None
+    """What guesses would have saved; None where nobody has looked."""
 
     @classmethod
     def of(cls, run: Run, *, with_delays: bool = False) -> Facts:

@@ -67,9 +67,10 @@ class Recording:
     """Whether the source scores a step's attempts after sampling: twice as many take twice as long."""
 
     @classmethod
-    def of(cls, run: Run) -> Recording:
-        """Read a run. Raises `RunFolderError` where it recorded too little. Blocks for as long as its logs take to read."""
-        facts = Facts.of(run)
+    def of(cls, run: Run, facts: Facts | None = None, most_stored: int | None = None) -> Recording:
+        """Read a run, but for its `facts` where these are given; of its attempts `most_stored`, or `MOST_STORED`. Raises
+        `RunFolderError` where it recorded too little. Blocks for as long as its logs take to read."""
+        facts = facts or Facts.of(run)
         if facts.num_steps < FEWEST:
             raise RunFolderError(
                 f"{run.folder.shown}: {facts.num_steps} steps after the first ones are too few to simulate from",
@@ -78,7 +79,7 @@ class Recording:
         step_s = facts.steps["run/step_s"][np.isfinite(facts.steps["run/step_s"])]
         if not step_s.sum() > 0:
             raise RunFolderError(f"{run.folder.shown}: its steps do not say how long they took", "record a run again")
-        rows = _stored(run, facts)
+        rows = _stored(run, facts, most_stored or MOST_STORED)
         if not rows:
             raise RunFolderError(
                 f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps any"
@@ -210,8 +211,8 @@ def _scored_s(facts: Facts) -> float:
     return float(facts.phases(("reward", "wait_for_rewards")).mean())
 
 
-def _stored(run: Run, facts: Facts) -> list[dict[str, Any]]:
-    """Rows of attempts that the newest steady steps were trained on, `MOST_STORED` or a step more, by group; of other steps
+def _stored(run: Run, facts: Facts, most: int) -> list[dict[str, Any]]:
+    """Rows of attempts that the newest steady steps were trained on, `most` or a step more, by group; of other steps
     where the store has none of those. The first attempts wait for what is loaded and compiled."""
     stored = StoredRun(run.folder.shown)
     kept = stored.trained_steps()
@@ -219,7 +220,7 @@ def _stored(run: Run, facts: Facts) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for step in sorted([step for step in kept if step in steady] or kept, reverse=True):
         found += _rows(stored.table(step))
-        if len(found) >= MOST_STORED:
+        if len(found) >= most:
             break
     return sorted(found, key=lambda row: row["group"])
 

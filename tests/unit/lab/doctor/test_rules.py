@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from redline.engine.native.speculation.replay import Replayed
 from redline.lab.doctor.doctor import RULES, examined
 from redline.lab.doctor.facts import Facts
 from redline.lab.doctor.finding import Abstention, Finding
+from redline.lab.doctor.guesses import Guesses, Pair
 from redline.telemetry.ledger import LaneLedger, Ledger
 
 STEPS = 12
@@ -118,6 +120,15 @@ def spiked() -> Facts:
     return replace(found, steps={**found.steps, **longer, "trainer/oom_retries": np.where(third, 1.0, np.nan)})
 
 
+def guessed(likely_s: float, careful_s: float) -> Facts:
+    """A run of which three steps were replayed: 1 s each without guesses."""
+    plain = Replayed(seconds=1.0, tokens=1000, steps=200, rows=1000)
+    pairs = [
+        [Pair(plain, Replayed(seconds, 1000, 80, rows=400, drafted=800, accepted=600))] * 3 for seconds in (likely_s, careful_s)
+    ]
+    return replace(facts(), guesses=Guesses(*pairs, num_attempts=96, rows=5.0, plain_s=0.005))
+
+
 CUDA = {"run.device": "cuda"}
 ON_GPU = {**QUIET, **GPU}
 PLANTED: dict[str, Facts] = {
@@ -164,6 +175,7 @@ PLANTED: dict[str, Facts] = {
         {**ON_GPU, "gpu/0/memory_used_bytes": 130e9},
     ),
     "too_much_tensor_parallelism": facts(LOCKSTEP, {**CUDA, "engine.options.tensor_parallel_size": 4}, ON_GPU),
+    "speculation_off": guessed(0.5, 0.7),
     "micro_batch_too_small": facts(
         {**LOCKSTEP, "trainer/micro_batches": 64, "trainer/tokens": 4000}, {"trainer.max_tokens_per_micro_batch": 64}
     ),
@@ -243,6 +255,20 @@ def test_a_gain_is_an_interval_within_the_recorded_time_and_a_change_is_written_
         assert gain.assumption
         assert finding.evidence
         assert all("=" in override for override in finding.overrides)
+
+
+def test_guesses_gain_what_the_replay_says_of_the_time_without_prompts() -> None:
+    found = RULES["speculation_off"](guessed(0.5, 0.7))
+    assert isinstance(found, Finding)
+    decoding = (0.5 - 0.05) * STEPS
+    assert found.gain.likely_s == pytest.approx(0.5 * decoding, rel=0.02)
+    assert found.gain.low_s == pytest.approx(0.3 * decoding, rel=0.04)
+    assert "75% of the tokens" in found.title
+
+
+@pytest.mark.parametrize("careful_s", [0.95, 1.2])
+def test_guesses_that_pay_only_where_tokens_are_cheap_are_not_proposed(careful_s: float) -> None:
+    assert RULES["speculation_off"](guessed(0.6, careful_s)) is None
 
 
 def test_on_the_side_that_waits_nothing_is_gained() -> None:

@@ -147,6 +147,21 @@ def test_all_that_the_doctor_asks_for_is_tried_together_first_but_for_a_lag() ->
     assert [len(each.change) for each in alone] == [1, 1]
 
 
+def test_guesses_that_the_doctor_asks_for_are_one_trial_with_its_prediction() -> None:
+    asked = finding("speculation_off", 0.3, engine__speculation="auto")
+    found = proposals(changes(situation()), diagnosed(asked), None, lambda change: None)
+    [own] = [each for each in found if "engine.speculation" in each.change]
+    assert found[0] is own
+    assert own.prediction is not None
+    assert (own.prediction.source, own.prediction.likely) == ("doctor", 1 / 0.7)
+    [unasked] = [
+        each
+        for each in proposals(changes(situation()), diagnosed(), None, lambda change: None)
+        if "engine.speculation" in each.change
+    ]
+    assert unasked.prediction is None
+
+
 @pytest.mark.gpu
 def test_sides_share_a_gpu_only_where_their_sizes_are_given(tmp_path: Path) -> None:
     given = ("engine.kv_cache_memory_bytes=1000000", "trainer.max_tokens_per_micro_batch=512", "run.device=cuda")

@@ -139,6 +139,21 @@ PLANTS: Mapping[str, Plant] = {
         "a KV cache that holds a quarter of the prompts",
         {**puzzles(prompt_chars=400), "engine.kv_cache_memory_bytes": 40 << 13, "rollouts.max_new_tokens": 8},
     ),
+    "texts-repeat": Plant(
+        "speculation_off",
+        "eight attempts that repeat themselves and each other, and nothing is guessed",
+        {
+            "rollouts.temperature": 0.05,
+            "rollouts.groups_per_step": 2,
+            "rollouts.group_size": 4,
+            "rollouts.max_new_tokens": 96,
+        },
+    ),
+    "healthy-long-texts": Plant(
+        None,
+        "eight attempts that repeat nothing",
+        {"rollouts.groups_per_step": 2, "rollouts.group_size": 4, "rollouts.max_new_tokens": 96},
+    ),
     # ── trainer ──
     "small-pieces": Plant("micro_batch_too_small", "micro-batches of 64 tokens", {"trainer.max_tokens_per_micro_batch": 64}),
     "recomputes": Plant(

@@ -23,7 +23,7 @@ import numpy as np
 
 from redline.child import take_stdout
 from redline.config import make_config
-from redline.lab.doctor.doctor import RULES, examined
+from redline.lab.doctor.doctor import RULES, examined, facts_of
 from redline.lab.doctor.facts import BETWEEN, Facts
 from redline.lab.doctor.finding import Finding
 from redline.lab.doctor.planted.plants import RECIPE, STEPS
@@ -49,7 +49,7 @@ def planted(parent: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     overrides = [f"{key}={json.dumps(value)}" for key, value in wanted["keys"].items()]
     overrides.append(f"run.folder={json.dumps(str(parent))}")
     if wanted["ranks"] > 1:
-        facts = Facts.of(_trained_by_ranks(parent, overrides, wanted["ranks"]))
+        facts = facts_of(_trained_by_ranks(parent, overrides, wanted["ranks"]))
         return {**_said(facts, wanted["has_neighbours"]), **_measured(facts, wanted["with_first"])}
     checked = new_run(make_config(RECIPE, overrides))
     folder = RunFolder.create(parent, "planted")
@@ -57,7 +57,7 @@ def planted(parent: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     if always or first:
         ask(folder, os.getpid(), [{**always, **first}, *([always] * STEPS)], LIFE_S)
     train(checked, folder, began_ns=time.perf_counter_ns())
-    facts = Facts.of(Run.open(folder.path), with_delays=True)
+    facts = facts_of(Run.open(folder.path), with_delays=True)
     return {**_said(facts, wanted["has_neighbours"]), **_measured(facts, wanted["with_first"])}
 
 

@@ -1,0 +1,45 @@
+"""Tokens that the engine could have guessed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from redline.lab.doctor.facts import Facts, Parts
+from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
+
+PAYS = 0.08
+"""Share of the time of decoding that guesses must save, whatever a token costs, before they are proposed."""
+
+
+def speculation_off(facts: Facts) -> Answer:
+    """Attempts repeat each other, and every token of them is computed in a step of its own."""
+    guesses = facts.guesses
+    if guesses is None:
+        return None
+    if guesses.cannot:
+        return Abstention("speculation_off", guesses.cannot)
+    likely, careful = ([pair.saved for pair in pairs] for pairs in (guesses.likely, guesses.careful))
+    if float(np.mean(careful)) < PAYS:
+        return None
+    decoding = np.maximum(0.0, facts.phase("generation", "rollouts") - facts.column("engine/prefill_s"))
+    return Finding(
+        cause="speculation_off",
+        title=f"{guesses.right:.0%} of the tokens that the engine could guess are right.",
+        why="Attempts repeat their siblings, earlier attempts and themselves; every token of them is a step of the engine.",
+        evidence=(
+            Evidence("engine.speculation", "off", "nothing is guessed"),
+            Evidence("guesses", guesses.right, f"share that is right, of {guesses.num_attempts} stored attempts replayed"),
+            Evidence("tokens a step", guesses.tokens_a_step, "for each row, with guesses; 1 without"),
+            Evidence("plain step", guesses.plain_s, f"seconds of the engine, with {guesses.rows:.3g} rows"),
+            Evidence("decoding", float(decoding.mean()), "seconds a step, without prompts"),
+        ),
+        gain=facts.saved(
+            "rollouts",
+            decoding,
+            "generation",
+            Parts(max(0.0, min(careful)), float(np.mean(likely)), max(likely)),
+            "a step with guesses takes as long as a plain one with as many rows as it has tokens",
+        ),
+        change={"engine.speculation": "auto"},
+        advice="Samples are the same but for rounding; a run that must repeat itself to the bit keeps it off.",
+    )
