@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from redline.buffer.store.index import GroupRow
-from redline.engine.native.speculation.replay import CPU, GPU, Attempt, Limits, Machine, Replay, Replayed, Reply
+from redline.engine.native.speculation.replay import BUSY_CPU, CPU, GPU, Attempt, Limits, Machine, Replay, Replayed, Reply
 from redline.errors import RunFolderError
 from redline.lab.doctor.facts import Facts
 from redline.lab.doctor.rules.sizes import num_engines, rows_of_an_engine
@@ -29,8 +29,8 @@ from redline.types import FinishReason
 
 STEPS = 3
 """Steps of the run that are replayed, from its first steady one to its newest."""
-MOST_TOKENS, MOST_ATTEMPTS = 6_000, 64
-"""Sampled tokens of each of them, and attempts."""
+MOST_TOKENS, MOST_ATTEMPTS, LONGEST = 6_000, 64, 750
+"""Sampled tokens of each of them, attempts, and tokens of a reply, of which the first count."""
 FEWEST_ATTEMPTS = 12
 """In all of them."""
 MOST_STORED = 1_000
@@ -40,6 +40,8 @@ LOOK_BACK = 512, 300_000
 DEARER = 1.6, 3.0
 """Times that a token beyond the usual rows costs what a row does: as on two cores of a Xeon from 16 tokens to 64, and where we
 are careful."""
+LEAST = 0.005
+"""Part of a step that a row costs at least, whatever a fit says."""
 WORTH_A_LOOK = 0.06
 """Share of the time that rollouts must take."""
 WORTH_A_TRIAL = 1.5
@@ -58,7 +60,7 @@ class Pair:
     @property
     def saved(self) -> float:
         """Share of the time of decoding; below zero where guesses cost more."""
-        return 1 - self.plain.tokens_per_s / self.guessed.tokens_per_s
+        return 1 - self.plain.tokens_per_s / self.guessed.tokens_per_s if self.guessed.tokens else 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,10 +114,12 @@ def replayed(run: Run, facts: Facts) -> Guesses | None:
     except RunFolderError as error:
         return Guesses(cannot=f"{error.message.removeprefix(f'{run.folder.shown}: ')}; {error.hint}")
     usual = facts.mean("engine/batch_size_mean") or 1.0
-    likely, careful = (_step_s(cost, usual, times * _token_s(cost, facts)) for times in DEARER)
+    step_s, careful_s = (_step_s(cost, usual, token_s) for token_s in _token_s(cost, facts))
+    likely = [batch.replayed(step_s, CPU) for batch in batches]
+    pays = any(pair.saved > 0 for pair in likely)
     return Guesses(
-        likely=[batch.replayed(likely, CPU) for batch in batches],
-        careful=[batch.replayed(careful, CPU) for batch in batches],
+        likely=likely,
+        careful=[batch.replayed(careful_s, BUSY_CPU) for batch in batches] if pays else likely,
         num_attempts=num_attempts,
         rows=usual,
         plain_s=cost.decode_s(usual),
@@ -143,12 +147,16 @@ def _step_s(cost: EngineCost, usual: float, token_s: float) -> Callable[[float],
     return lambda tokens: cost.decode_s(min(tokens, usual)) + each * max(0.0, tokens - usual)
 
 
-def _token_s(cost: EngineCost, facts: Facts) -> float:
-    """Seconds of one token more in a step: what the recorded rows say, or else what a token of the prompts took."""
+def _token_s(cost: EngineCost, facts: Facts) -> tuple[float, float]:
+    """Seconds of one token more in a step, as they are likely to be and as careful people take them. Where all recorded steps
+    had about as many rows, the fit of a row says little: then no less than a token of the prompts, and carefully no less than
+    that with its share of the pass."""
+    likely, careful = (times * max(cost.row_s, LEAST * cost.step_s) for times in DEARER)
     if cost.tells_rows:
-        return cost.row_s
+        return likely, careful
     prompts_s, tokens = facts.total("engine/prefill_s"), facts.total("engine/prompt_tokens")
-    return prompts_s / tokens if prompts_s and tokens else math.inf
+    whole = prompts_s / tokens if prompts_s and tokens else math.inf
+    return max(likely, min(whole, DEARER[0] * cost.prompt_token_s)), max(careful, whole)
 
 
 # ── which attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,7 +229,7 @@ def _reply(text: StoredText, turn: Mapping[str, Any]) -> Reply:
 
 
 def _within(groups: Sequence[Sequence[Attempt]]) -> list[Sequence[Attempt]]:
-    """Groups from all over the step that may be replayed; of one that is too large, the first tokens of each reply."""
+    """Groups from all over the step that may be replayed, with the first tokens of replies that are too long."""
     if not groups:
         return []
     sizes = [sum(len(reply.token_ids) for attempt in group for reply in attempt.replies) for group in groups]
@@ -229,7 +237,8 @@ def _within(groups: Sequence[Sequence[Attempt]]) -> list[Sequence[Attempt]]:
     count = max(1, min(len(groups), int(most)))
     chosen = [groups[place] for place in np.linspace(0, len(groups) - 1, count).round().astype(int).tolist()]
     replies = max(1, sum(len(attempt.replies) for group in chosen for attempt in group))
-    return [[_cut(attempt, MOST_TOKENS // replies) for attempt in group] for group in chosen] if count == 1 else chosen
+    longest = LONGEST if count > 1 else min(LONGEST, MOST_TOKENS // replies)
+    return [[_cut(attempt, longest) for attempt in group] for group in chosen]
 
 
 def _cut(attempt: Attempt, most: int) -> Attempt:

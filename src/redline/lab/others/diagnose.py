@@ -40,6 +40,7 @@ _UNTOLD = {
         "kv_cache_too_small",
         "kv_cache_too_large",
         "too_much_tensor_parallelism",
+        "speculation_off",
     ),
     "the log has no times of environments, prompts and batches": (
         "serial_episodes",

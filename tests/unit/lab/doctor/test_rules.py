@@ -123,10 +123,10 @@ def spiked() -> Facts:
 def guessed(likely_s: float, careful_s: float) -> Facts:
     """A run of which three steps were replayed: 1 s each without guesses."""
     plain = Replayed(seconds=1.0, tokens=1000, steps=200, rows=1000)
-    pairs = [
+    likely, careful = (
         [Pair(plain, Replayed(seconds, 1000, 80, rows=400, drafted=800, accepted=600))] * 3 for seconds in (likely_s, careful_s)
-    ]
-    return replace(facts(), guesses=Guesses(*pairs, num_attempts=96, rows=5.0, plain_s=0.005))
+    )
+    return replace(facts(), guesses=Guesses(likely, careful, num_attempts=96, rows=5.0, plain_s=0.005))
 
 
 CUDA = {"run.device": "cuda"}
@@ -263,12 +263,12 @@ def test_guesses_gain_what_the_replay_says_of_the_time_without_prompts() -> None
     decoding = (0.5 - 0.05) * STEPS
     assert found.gain.likely_s == pytest.approx(0.5 * decoding, rel=0.02)
     assert found.gain.low_s == pytest.approx(0.3 * decoding, rel=0.04)
-    assert "75% of the tokens" in found.title
+    assert "75% of the guesses" in found.title
 
 
-@pytest.mark.parametrize("careful_s", [0.95, 1.2])
-def test_guesses_that_pay_only_where_tokens_are_cheap_are_not_proposed(careful_s: float) -> None:
-    assert RULES["speculation_off"](guessed(0.6, careful_s)) is None
+@pytest.mark.parametrize(("likely_s", "careful_s"), [(0.6, 1.02), (0.9, 0.95), (1.02, 1.02)])
+def test_guesses_that_pay_little_or_only_where_tokens_are_cheap_are_not_proposed(likely_s: float, careful_s: float) -> None:
+    assert RULES["speculation_off"](guessed(likely_s, careful_s)) is None
 
 
 def test_on_the_side_that_waits_nothing_is_gained() -> None:

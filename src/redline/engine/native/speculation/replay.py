@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -56,11 +56,15 @@ class Limits:
     """Seconds of the host for a look for drafts, and for each row in it."""
     verify_s: tuple[float, float]
     """The same for a verifying step beyond a plain one of as many tokens: the look, and what is learnt of it."""
+    begin_s: float
+    """For each row that a look sees for the first time: its prompt is indexed."""
 
 
-CPU = Limits(128, MAX_ROWS, look_s=(400e-6, 25e-6), verify_s=(1e-3, 80e-6))
+CPU = Limits(128, MAX_ROWS, look_s=(300e-6, 30e-6), verify_s=(1e-3, 80e-6), begin_s=200e-6)
 """In float32, with one core of a Xeon at 2.5 GHz for the host."""
-GPU = Limits(512, MAX_SLOTS, look_s=(0.0, 0.0), verify_s=(0.0, 0.0))
+BUSY_CPU = replace(CPU, look_s=(600e-6, 60e-6), verify_s=(2e-3, 160e-6), begin_s=400e-6)
+"""The same with a host that takes twice as long."""
+GPU = Limits(512, MAX_SLOTS, look_s=(0.0, 0.0), verify_s=(0.0, 0.0), begin_s=0.0)
 """The device looks by itself, and by a rule of its own (`kernels/decode/guesses.py`): about as much is found."""
 
 
@@ -113,6 +117,8 @@ class Replay:
         self._rows = Rows(machine.num_rows, longest, 1)
         self._speculation = Speculation(self._rows, mode, clock=lambda: self._now)
         self._free = list(range(machine.num_rows))
+        self._num_new = 0
+        """Rows that no look has seen."""
         self._most = int(machine.limits.most / machine.times)
         self._tell_costs()
 
@@ -166,6 +172,7 @@ class Replay:
         self._rows.enter(sequence)
         self._advance(sequence.row, reply, 1)
         self._speculation.begin([sequence])
+        self._num_new += 1
         return sequence
 
     def _advance(self, row: int, reply: Reply, count: int) -> None:
@@ -210,17 +217,19 @@ class Replay:
         done.accepted += sum(accepted.values())
 
     def _drafts(self, sequences: Sequence[Sequence_]) -> dict[Sequence_, list[int]]:
-        """As the engine asks for them before a step; to look in vain takes time."""
+        """As the engine asks for them before a step. To look takes time, which a verifying step counts as its own."""
         num_rows = len(sequences)
         if num_rows * self._machine.times > self._machine.limits.rows:
             return {}
         if not self._speculation.may_draft(num_rows, self._most):
             return {}
-        drafts = self._speculation.drafts(sequences, self._most)
+        drafts, limits = self._speculation.drafts(sequences, self._most), self._machine.limits
+        begin_s, self._num_new = limits.begin_s * self._num_new * self._machine.times, 0
+        self._now += begin_s
         if not drafts:
-            look_s = self._host_s(self._machine.limits.look_s, num_rows)
+            look_s = self._host_s(limits.look_s, num_rows)
             self._now += look_s
-            self._speculation.looked_in_vain(look_s)
+            self._speculation.looked_in_vain(begin_s + look_s)
         return drafts
 
 

@@ -143,16 +143,22 @@ PLANTS: Mapping[str, Plant] = {
         "speculation_off",
         "eight attempts that repeat themselves and each other, and nothing is guessed",
         {
+            **puzzles(prompt_chars=200),
             "rollouts.temperature": 0.05,
             "rollouts.groups_per_step": 2,
             "rollouts.group_size": 4,
-            "rollouts.max_new_tokens": 96,
+            "rollouts.max_new_tokens": 200,
         },
     ),
     "healthy-long-texts": Plant(
         None,
         "eight attempts that repeat nothing",
-        {"rollouts.groups_per_step": 2, "rollouts.group_size": 4, "rollouts.max_new_tokens": 96},
+        {
+            **puzzles(prompt_chars=200),
+            "rollouts.groups_per_step": 2,
+            "rollouts.group_size": 4,
+            "rollouts.max_new_tokens": 200,
+        },
     ),
     # ── trainer ──
     "small-pieces": Plant("micro_batch_too_small", "micro-batches of 64 tokens", {"trainer.max_tokens_per_micro_batch": 64}),

@@ -7,8 +7,8 @@ import numpy as np
 from redline.lab.doctor.facts import Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
 
-PAYS = 0.08
-"""Share of the time of decoding that guesses must save, whatever a token costs, before they are proposed."""
+PAYS = 0.15
+"""Share of the time of decoding that guesses must be likely to save before they are proposed; with the careful costs, any."""
 
 
 def speculation_off(facts: Facts) -> Answer:
@@ -19,12 +19,12 @@ def speculation_off(facts: Facts) -> Answer:
     if guesses.cannot:
         return Abstention("speculation_off", guesses.cannot)
     likely, careful = ([pair.saved for pair in pairs] for pairs in (guesses.likely, guesses.careful))
-    if float(np.mean(careful)) < PAYS:
+    if float(np.mean(likely)) < PAYS or float(np.mean(careful)) <= 0:
         return None
     decoding = np.maximum(0.0, facts.phase("generation", "rollouts") - facts.column("engine/prefill_s"))
     return Finding(
         cause="speculation_off",
-        title=f"{guesses.right:.0%} of the tokens that the engine could guess are right.",
+        title=f"Nothing is guessed, and {guesses.right:.0%} of the guesses would be right.",
         why="Attempts repeat their siblings, earlier attempts and themselves; every token of them is a step of the engine.",
         evidence=(
             Evidence("engine.speculation", "off", "nothing is guessed"),
@@ -38,7 +38,7 @@ def speculation_off(facts: Facts) -> Answer:
             decoding,
             "generation",
             Parts(max(0.0, min(careful)), float(np.mean(likely)), max(likely)),
-            "a step with guesses takes as long as a plain one with as many rows as it has tokens",
+            "attempts go on repeating as they did, and a token more in a step costs little more than a row",
         ),
         change={"engine.speculation": "auto"},
         advice="Samples are the same but for rounding; a run that must repeat itself to the bit keeps it off.",
