@@ -232,13 +232,24 @@ def _within(groups: Sequence[Sequence[Attempt]]) -> list[Sequence[Attempt]]:
     """Groups from all over the step that may be replayed, with the first tokens of replies that are too long."""
     if not groups:
         return []
-    sizes = [sum(len(reply.token_ids) for attempt in group for reply in attempt.replies) for group in groups]
-    most = min(MOST_TOKENS / max(1.0, float(np.mean(sizes))), MOST_ATTEMPTS / float(np.mean([len(group) for group in groups])))
-    count = max(1, min(len(groups), int(most)))
-    chosen = [groups[place] for place in np.linspace(0, len(groups) - 1, count).round().astype(int).tolist()]
-    replies = max(1, sum(len(attempt.replies) for group in chosen for attempt in group))
-    longest = LONGEST if count > 1 else min(LONGEST, MOST_TOKENS // replies)
+    small = [group[:MOST_ATTEMPTS] for group in groups]
+    most = min(
+        MOST_TOKENS / max(1.0, float(np.mean([_work(group) for group in small]))),
+        MOST_ATTEMPTS / float(np.mean([len(group) for group in small])),
+    )
+    count = max(1, min(len(small), int(most)))
+    chosen = [small[place] for place in np.linspace(0, len(small) - 1, count).round().astype(int).tolist()]
+    replies = sum(len(attempt.replies) for group in chosen for attempt in group)
+    longest = LONGEST if count > 1 else max(2, min(LONGEST, MOST_TOKENS // replies))
     return [[_cut(attempt, longest) for attempt in group] for group in chosen]
+
+
+def _work(group: Sequence[Attempt]) -> float:
+    """Tokens that a replay of a group goes through one by one. Those of prompts are indexed all at once; the first ones of its
+    attempts are the same."""
+    replies = [reply for attempt in group for reply in attempt.replies]
+    later = [reply for attempt in group for reply in attempt.replies[1:]]
+    return sum(len(reply.token_ids) for reply in replies) + sum(len(reply.prompt_ids) for reply in later) / 32
 
 
 def _cut(attempt: Attempt, most: int) -> Attempt:

@@ -207,6 +207,15 @@ def test_attempts_of_one_token_have_nothing_to_guess(tmp_path: Path, lag: int) -
     assert not isinstance(found_in(run), Finding)
 
 
+def test_of_a_group_that_is_too_large_some_attempts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guesses, "MOST_ATTEMPTS", 3)
+    monkeypatch.setattr(guesses, "FEWEST_ATTEMPTS", 1)
+    found = facts_of(run_of(tmp_path / "run", song)).guesses
+    assert found is not None
+    assert found.num_attempts == 3 * guesses.STEPS
+    assert all(pair.plain.tokens == sum(LENGTH - n - 1 for n in range(3)) for pair in found.likely)
+
+
 def test_guesses_that_hardly_pay_are_not_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose steps cost next to nothing beside what the host takes for guesses."""
     monkeypatch.setitem(globals(), "SLOW_S", 0.0005)
