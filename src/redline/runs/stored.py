@@ -90,6 +90,17 @@ class StoredRun:
             versions = index.trained_steps({file.number for file in segment_files(self._folder)})
         return [version + 1 for version in versions]
 
+    def sampled_steps(self) -> list[int]:
+        """Return the steps whose policy began groups that are still there."""
+        with self._index() as index:
+            versions = index.begun_versions({file.number for file in segment_files(self._folder)})
+        return [version + 1 for version in versions]
+
+    def sampled(self, step: int) -> list[GroupRow]:
+        """Return the groups that the policy of a step began and that are complete, trained on or not, by index."""
+        with self._index() as index:
+            return list(index.rows("begun_version = ? AND segment IS NOT NULL", step - 1))
+
     def table(self, step: int | None = None) -> pa.Table:
         """Return one row per sequence that is still stored, with the `step` that trained on it and the `state` of its group: of
         all groups, or of those that one step was trained on. Large columns are mapped from the files, not copied."""

@@ -20,6 +20,21 @@ def test_groups_come_from_the_newest_back_or_from_before_one_of_them(tmp_path: P
     assert [group.index for group in stored.newest(before=2)] == [1, 0]
 
 
+def test_groups_of_the_policy_that_began_them_are_there_whatever_became_of_them(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "trajectories")
+    store.begin([0, 1], 4)
+    store.begin([2, 3], 6)
+    for number in range(3):
+        store.add(numbered(number))
+    store.drop([1], "no_signal")
+    store.close()
+    stored = StoredRun(tmp_path)
+    assert stored.sampled_steps() == [5, 7]
+    assert [group.index for group in stored.sampled(5)] == [0, 1]
+    assert [group.index for group in stored.sampled(7)] == [2]
+    assert stored.trained_steps() == []
+
+
 def test_texts_are_the_tokens_of_every_attempt_with_what_the_policy_sampled_of_them(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path / "trajectories")
     store.begin([0, 1], 0)

@@ -198,8 +198,15 @@ class GroupIndex:
 
     def trained_steps(self, segments: Iterable[int]) -> list[int]:
         """Versions that were trained on a group of one of these segments, in order."""
+        return self._versions("trained_version", "state = 'trained' AND ", segments)
+
+    def begun_versions(self, segments: Iterable[int]) -> list[int]:
+        """Versions that began a group of one of these segments, in order."""
+        return self._versions("begun_version", "", segments)
+
+    def _versions(self, column: str, which: str, segments: Iterable[int]) -> list[int]:
         there = ", ".join(str(int(segment)) for segment in segments)
-        found = f"SELECT DISTINCT trained_version FROM groups WHERE state = 'trained' AND segment IN ({there}) ORDER BY 1"
+        found = f"SELECT DISTINCT {column} FROM groups WHERE {which}segment IN ({there}) ORDER BY 1"
         with _explained(self.path):
             return [version for (version,) in self._database.execute(found)]
 

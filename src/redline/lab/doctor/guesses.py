@@ -22,7 +22,7 @@ from redline.errors import RunFolderError
 from redline.lab.doctor.facts import Facts
 from redline.lab.doctor.rules.sizes import num_engines, rows_of_an_engine
 from redline.lab.simulate.costs import EngineCost
-from redline.lab.simulate.recorded import Recording
+from redline.lab.simulate.recorded import engine_cost_of
 from redline.runs.run import Run
 from redline.runs.stored import StoredRun, StoredText
 from redline.types import FinishReason
@@ -40,7 +40,7 @@ LOOK_BACK = 512, 300_000
 DEARER = 1.6, 3.0
 """Times that a token beyond the usual rows costs what a row does: as on two cores of a Xeon from 16 tokens to 64, and where we
 are careful."""
-LEAST = 0.005
+LEAST = 0.01
 """Part of a step that a row costs at least, whatever a fit says."""
 WORTH_A_LOOK = 0.06
 """Share of the time that rollouts must take."""
@@ -110,11 +110,11 @@ def replayed(run: Run, facts: Facts) -> Guesses | None:
             return Guesses(cannot=f"{num_attempts} stored attempts are too few to guess from; longer runs store more")
         if facts.setting("run.device", "cpu") == "cuda":
             return _on_a_gpu(batches)
-        cost = Recording.of(run, facts, MOST_STORED).engine
+        cost = engine_cost_of(run, facts, MOST_STORED)
     except RunFolderError as error:
         return Guesses(cannot=f"{error.message.removeprefix(f'{run.folder.shown}: ')}; {error.hint}")
     usual = facts.mean("engine/batch_size_mean") or 1.0
-    step_s, careful_s = (_step_s(cost, usual, token_s) for token_s in _token_s(cost, facts))
+    step_s, careful_s = (_step_s(cost, usual, times * max(cost.row_s, LEAST * cost.step_s)) for times in DEARER)
     likely = [batch.replayed(step_s, CPU) for batch in batches]
     pays = any(pair.saved > 0 for pair in likely)
     return Guesses(
@@ -147,18 +147,6 @@ def _step_s(cost: EngineCost, usual: float, token_s: float) -> Callable[[float],
     return lambda tokens: cost.decode_s(min(tokens, usual)) + each * max(0.0, tokens - usual)
 
 
-def _token_s(cost: EngineCost, facts: Facts) -> tuple[float, float]:
-    """Seconds of one token more in a step, as they are likely to be and as careful people take them. Where all recorded steps
-    had about as many rows, the fit of a row says little: then no less than a token of the prompts, and carefully no less than
-    that with its share of the pass."""
-    likely, careful = (times * max(cost.row_s, LEAST * cost.step_s) for times in DEARER)
-    if cost.tells_rows:
-        return likely, careful
-    prompts_s, tokens = facts.total("engine/prefill_s"), facts.total("engine/prompt_tokens")
-    whole = prompts_s / tokens if prompts_s and tokens else math.inf
-    return max(likely, min(whole, DEARER[0] * cost.prompt_token_s)), max(careful, whole)
-
-
 # ── which attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -186,10 +174,10 @@ class _Batch:
 
 def _batches(stored: StoredRun, facts: Facts) -> list[_Batch]:
     """Of some steady steps, or of others where the store has none of those."""
-    steps = stored.trained_steps()
+    steps = stored.sampled_steps()  # trained on or not: groups without signal are those that repeat each other most
     steady = set(facts.column("step").tolist())
     chosen = _spread([step for step in steps if step in steady] or steps)
-    made = (_batch(stored, stored.groups(step=step), facts) for step in chosen)
+    made = (_batch(stored, stored.sampled(step), facts) for step in chosen)
     return [batch for batch in made if batch.attempts]
 
 

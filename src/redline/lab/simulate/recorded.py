@@ -67,10 +67,9 @@ class Recording:
     """Whether the source scores a step's attempts after sampling: twice as many take twice as long."""
 
     @classmethod
-    def of(cls, run: Run, facts: Facts | None = None, most_stored: int | None = None) -> Recording:
-        """Read a run, but for its `facts` where these are given; of its attempts `most_stored`, or `MOST_STORED`. Raises
-        `RunFolderError` where it recorded too little. Blocks for as long as its logs take to read."""
-        facts = facts or Facts.of(run)
+    def of(cls, run: Run) -> Recording:
+        """Read a run. Raises `RunFolderError` where it recorded too little. Blocks for as long as its logs take to read."""
+        facts = Facts.of(run)
         if facts.num_steps < FEWEST:
             raise RunFolderError(
                 f"{run.folder.shown}: {facts.num_steps} steps after the first ones are too few to simulate from",
@@ -79,25 +78,13 @@ class Recording:
         step_s = facts.steps["run/step_s"][np.isfinite(facts.steps["run/step_s"])]
         if not step_s.sum() > 0:
             raise RunFolderError(f"{run.folder.shown}: its steps do not say how long they took", "record a run again")
-        rows = _stored(run, facts, most_stored or MOST_STORED)
+        rows = _stored(run, facts, MOST_STORED)
         if not rows:
             raise RunFolderError(
                 f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps any"
             )
         groups = _groups(rows, facts)
-        generation = facts.phase("generation", "rollouts")
-        computed = _column(facts, "engine/prompt_tokens")
-        engines = max(1, int(facts.setting("placement.engines", 0)))  # their steps and tokens are recorded as sums
-        passes = _passes(groups, facts, engines)
-        prefill = _prefill_s(rows, facts, passes)
-        engine = engine_cost(
-            seconds=np.maximum(0.0, generation - prefill),
-            steps=_column(facts, "engine/steps") / engines,
-            tokens=_column(facts, "engine/generated_tokens") / engines,
-            prompts=Prompts(float(prefill.mean()), float(computed.mean()) / engines, passes),
-            most_rows=_most_rows(facts),
-            replies=_replies(rows, facts, engines),
-        )
+        engine = _engine(rows, groups, facts)
         if engine.decode_s(1) <= 0:
             raise RunFolderError(f"{run.folder.shown}: no time of decoding is recorded", "simulate a run whose engine sampled")
         return cls(
@@ -112,6 +99,30 @@ class Recording:
             begin_s=_begin_s(rows, facts),
             is_scored_last=_scored_s(facts) > 0,
         )
+
+
+def engine_cost_of(run: Run, facts: Facts, most_stored: int) -> EngineCost:
+    """What a step of the engine costs, where nothing else is asked of the run: no attempt of it need be stored. Raises
+    `RunFolderError` where it recorded no time of decoding."""
+    rows = _stored(run, facts, most_stored)
+    engine = _engine(rows, _groups(rows, facts) if rows else (), facts)
+    if engine.decode_s(1) <= 0:
+        raise RunFolderError(f"{run.folder.shown}: no time of decoding is recorded", "take a run whose engine sampled")
+    return engine
+
+
+def _engine(rows: list[dict[str, Any]], groups: tuple[Group, ...], facts: Facts) -> EngineCost:
+    engines = max(1, int(facts.setting("placement.engines", 0)))  # their steps and tokens are recorded as sums
+    passes = _passes(groups, facts, engines) if groups else 1.0
+    prefill = _prefill_s(rows, facts, passes)
+    return engine_cost(
+        seconds=np.maximum(0.0, facts.phase("generation", "rollouts") - prefill),
+        steps=_column(facts, "engine/steps") / engines,
+        tokens=_column(facts, "engine/generated_tokens") / engines,
+        prompts=Prompts(float(prefill.mean()), float(_column(facts, "engine/prompt_tokens").mean()) / engines, passes),
+        most_rows=_most_rows(facts),
+        replies=_replies(rows, facts, engines),
+    )
 
 
 def _column(facts: Facts, metric: str) -> np.ndarray:

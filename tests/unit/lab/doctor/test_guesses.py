@@ -74,7 +74,7 @@ def row(step: int, training_s: float) -> dict[str, Any]:
     }
 
 
-def store_attempts(folder: Path, text: Text, *, new_tasks: bool) -> None:
+def store_attempts(folder: Path, text: Text, *, new_tasks: bool, is_trained: bool = True) -> None:
     store = TrajectoryStore(folder)
     for step in range(1, STEPS + 1):
         indices = range(step * GROUPS, (step + 1) * GROUPS)
@@ -84,8 +84,11 @@ def store_attempts(folder: Path, text: Text, *, new_tasks: bool) -> None:
             attempts = [trajectory(range(100, 100 + PROMPT), text(step, group, n), version=step - 1) for n in range(SIZE)]
             task = f"task/{index if new_tasks else group}"
             store.add(TrajectoryGroup(task, attempts, np.zeros(SIZE, np.float32), index))
-        store.lease(indices, step - 1)
-        store.trained(indices, step - 1)
+        if is_trained:
+            store.lease(indices, step - 1)
+            store.trained(indices, step - 1)
+        else:
+            store.drop(indices, "no_signal")
     store.close()
 
 
@@ -123,6 +126,13 @@ def test_texts_that_repeat_are_a_finding_with_the_key_to_set(tmp_path: Path) -> 
     assert figures["guesses"] > 0.8
     assert figures["tokens a step"] > 2
     assert figures["plain step"] == pytest.approx(SLOW_S + 8 * ROW_S, rel=0.05)
+
+
+def test_groups_that_nothing_was_trained_on_are_replayed_too(tmp_path: Path) -> None:
+    """A policy that has learnt its tasks says the same again and again, and its groups have no signal."""
+    run = run_of(tmp_path / "run", song, stored=False)
+    store_attempts(run.folder.trajectories, song, new_tasks=True, is_trained=False)
+    assert isinstance(found_in(run), Finding)
 
 
 def test_the_same_run_gets_the_same_answer(tmp_path: Path) -> None:

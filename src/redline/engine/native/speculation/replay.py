@@ -60,9 +60,9 @@ class Limits:
     """For each row that a look sees for the first time: its prompt is indexed."""
 
 
-CPU = Limits(128, MAX_ROWS, look_s=(300e-6, 30e-6), verify_s=(1e-3, 80e-6), begin_s=200e-6)
+CPU = Limits(128, MAX_ROWS, look_s=(300e-6, 30e-6), verify_s=(1.5e-3, 100e-6), begin_s=250e-6)
 """In float32, with one core of a Xeon at 2.5 GHz for the host."""
-BUSY_CPU = replace(CPU, look_s=(600e-6, 60e-6), verify_s=(2e-3, 160e-6), begin_s=400e-6)
+BUSY_CPU = replace(CPU, look_s=(600e-6, 60e-6), verify_s=(3e-3, 200e-6), begin_s=500e-6)
 """The same with a host that takes twice as long."""
 GPU = Limits(512, MAX_SLOTS, look_s=(0.0, 0.0), verify_s=(0.0, 0.0), begin_s=0.0)
 """The device looks by itself, and by a rule of its own (`kernels/decode/guesses.py`): about as much is found."""
