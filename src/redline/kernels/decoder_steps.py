@@ -23,8 +23,9 @@ SILU_BLOCK = 1024
 def add_rms_norm(
     x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float, *, early: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream after `delta`, and its RMS norm. Without a delta the stream is returned as it came. With `early` the
-    launch begins before the one in front of it has ended."""
+    """The residual stream after `delta`, and its RMS norm. Without a delta the stream is returned as it came; one in parts
+    [P, T, E] in float32 (`decode/parts.py`) is added up first. With `early` the launch begins before the one in front of it has
+    ended."""
     assert not (torch.is_grad_enabled() and x_TE.requires_grad), "the fused norm has no gradient"
     assert x_TE.is_contiguous()
     assert delta_TE is None or delta_TE.is_contiguous()
@@ -40,7 +41,9 @@ def add_rms_norm(
             sum_TE,
             normed_TE,
             eps,
+            T,
             E=E,
+            PARTS=0 if delta_TE is None or delta_TE.ndim == 2 else len(delta_TE),
             BLOCK=block,
             EARLY=early,
             num_warps=_norm_warps(block),
@@ -65,8 +68,10 @@ def _norm_warps(block: int) -> int:
     return min(max(block // 256, 1), 8)
 
 
-@triton.jit
-def _add_rms_norm(x, delta, weight, x_sum, normed, eps, E: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["T"])
+def _add_rms_norm(  # type: ignore[no-untyped-def]
+    x, delta, weight, x_sum, normed, eps, T, E: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -76,8 +81,12 @@ def _add_rms_norm(x, delta, weight, x_sum, normed, eps, E: tl.constexpr, BLOCK: 
     value = tl.load(x + at, mask=inside, other=0.0)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if delta is not None:
-        added = value.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        value = added.to(x_sum.dtype.element_ty)
+        more = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            more += tl.load(delta + part * T * E + at, mask=inside, other=0.0)
+        if PARTS:
+            more = more.to(x_sum.dtype.element_ty).to(tl.float32)
+        value = (value.to(tl.float32) + more).to(x_sum.dtype.element_ty)
         tl.store(x_sum + at, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / E + eps)

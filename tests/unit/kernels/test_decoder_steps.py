@@ -67,6 +67,16 @@ def test_a_residual_is_added_and_normed_as_torch_would(size: int, dtype: torch.d
     check_rounding(normed, F.rms_norm(x + delta, (size,), weight, EPS))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_residual_that_comes_in_parts_is_added_up_before_it_is_rounded(count: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 96, device=DEVICE).to(dtype), torch.randn(96, device=DEVICE).to(dtype)
+    parts = torch.randn(count, 3, 96, device=DEVICE)
+    total, normed = add_rms_norm(x, parts, weight, EPS)
+    check_rounding(total, x + sum(parts).to(dtype))
+    check_rounding(normed, F.rms_norm(total, (96,), weight, EPS))
+
+
 def test_without_a_delta_the_residual_is_only_normed() -> None:
     x, weight = torch.randn(2, 96, device=DEVICE), torch.randn(96, device=DEVICE)
     total, normed = add_rms_norm(x, None, weight, EPS)

@@ -10,7 +10,16 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from redline.kernels.decode import few_rows
-from redline.kernels.decode.few_rows import FEWEST_ROWS, MOST_ROWS, TILES, Cut, Room, can_overlap, cut_of, make_room, product
+from redline.kernels.decode.few_rows import (
+    GATED_ROWS,
+    MOST_ROWS,
+    Cut,
+    Room,
+    can_overlap,
+    cut_of,
+    make_room,
+    product,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EARLY = can_overlap(torch.device(DEVICE))
@@ -26,10 +35,10 @@ def gated(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
-@pytest.mark.parametrize("rows", [1, 5, FEWEST_ROWS, 17, MOST_ROWS - 1])
+@pytest.mark.parametrize("rows", [1, 5, MOST_ROWS])
 def test_the_product_is_torchs_whatever_it_is_cut_into(rows: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(rows)
-    monkeypatch.setattr(few_rows, "cut_of", lambda columns, inner, tile, is_gated=False: Cut(16, 1, parts))
+    monkeypatch.setattr(few_rows, "cut_of", lambda columns, inner, tile=16, is_gated=False: Cut(16, 1, parts))
     x, weight, bias = random(rows, 328), random(72, 328), random(72)  # neither is a multiple of a tile
     room = make_room([(72, 328)], x.device)
     for _ in range(2):  # the second finds the counters as it needs them
@@ -38,7 +47,7 @@ def test_the_product_is_torchs_whatever_it_is_cut_into(rows: int, parts: int, mo
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("rows", [3, 24])
+@pytest.mark.parametrize("rows", [3, 24, MOST_ROWS + 1, GATED_ROWS])
 def test_gate_and_up_are_one_launch(with_bias: bool, rows: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = random(rows, 160), random(2 * 56, 160), random(2 * 56) if with_bias else None
@@ -64,23 +73,25 @@ def test_shapes_of_real_models_are_cut_as_they_were_measured() -> None:
     }
     assert cut_of(4864, 896, is_gated=True) == Cut(16, 1, 1)
     assert cut_of(18944, 3584, is_gated=True) == Cut(32, 2, 1)
+    for inner, stages in ((4864, 5), (8960, 4), (18944, 3)):
+        assert cut_of(inner, 896, GATED_ROWS, is_gated=True) == Cut(64, 4, 1, 64, stages)
     assert cut_of(3584, 18944) == Cut(32, 2, 8)
-    assert {name: cut_of(*shape, 32) for name, shape in small.items()} == {
-        "qkv": Cut(32, 4, 4),
-        "o": Cut(32, 4, 4),
-        "down": Cut(64, 4, 8),
-        "head": Cut(64, 4, 1),
-    }
+    assert cut_of(4864, 896, 32, is_gated=True) == Cut(32, 2, 1)
 
 
-@pytest.mark.parametrize("rows", TILES)
-def test_a_row_is_the_same_however_many_are_beside_it(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "is_gated"), [(MOST_ROWS, False), (MOST_ROWS, True), (32, True), (GATED_ROWS, True)])
+def test_a_row_is_the_same_however_many_are_beside_it(rows: int, is_gated: bool) -> None:
     torch.manual_seed(rows)
     x, weight = random(rows, 328), random(72, 328)
     room = make_room([(72, 328)], x.device)
-    whole = product(x, weight, None, room, early=EARLY)
+    whole = product(x, weight, None, room, is_gated=is_gated, early=EARLY)
     least = rows // 2 + 1  # the fewest that take this tile
-    assert torch.equal(product(x[:least].contiguous(), weight, None, room, early=EARLY), whole[:least])
+    assert torch.equal(product(x[:least].contiguous(), weight, None, room, is_gated=is_gated, early=EARLY), whole[:least])
+
+
+def test_more_rows_than_a_tile_are_left_to_cublas() -> None:
+    with pytest.raises(AssertionError, match="cuBLAS"):
+        product(random(MOST_ROWS + 1, 96), random(72, 96), None, make_room([(72, 96)], torch.device(DEVICE)))
 
 
 def test_parts_that_have_no_room_are_refused() -> None:

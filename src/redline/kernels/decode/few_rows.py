@@ -11,7 +11,6 @@ They round where eager torch rounds. This module needs triton; only code that ru
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,18 +19,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-TILES = (16, 32)
+TILES = (16, 32, 64)
 """Rows that a program computes with; a batch takes the next of them."""
-FEWEST_ROWS, MOST_ROWS = TILES[0], TILES[-1]
-"""Of one tile of the tensor cores; and beyond these, the products of cuBLAS are as fast."""
+MOST_ROWS, GATED_ROWS = TILES[0], TILES[-1]
+"""Beyond these, the products of cuBLAS are as fast: all others; gate and up with their activation."""
 INNER = 128
-"""Of K, per turn of the loop."""
+"""Of K, per turn of the loop, where the tile is not the largest."""
 ENOUGH_PROGRAMS = 256
 """Fewer leave part of the device idle."""
 LONG = 3 * 2048
 """A K that is cut even where columns are many: a program of one warp would take too long for it."""
 MULTIPROCESSORS = 132
-"""One wider program each."""
 
 
 class Cut(NamedTuple):
@@ -42,6 +40,9 @@ class Cut(NamedTuple):
     warps: int
     parts: int
     """Of K, one in each program."""
+    inner: int = INNER
+    """Of K, per turn of the loop."""
+    stages: int = 4
 
 
 class Room(NamedTuple):
@@ -55,9 +56,9 @@ class Room(NamedTuple):
 
 def make_room(shapes: list[tuple[int, int]], device: torch.device) -> Room:
     """Room for products by weights [N, K] of these shapes."""
-    cuts = [(tile, N, cut) for tile in TILES for N, K in shapes if (cut := cut_of(N, K, tile)).parts > 1]
-    parts = max((tile * cut.parts * N for tile, N, cut in cuts), default=0)
-    programs = max((triton.cdiv(N, cut.columns) for _, N, cut in cuts), default=0)
+    cuts = [(N, cut) for N, K in shapes if (cut := cut_of(N, K)).parts > 1]
+    parts = max((MOST_ROWS * cut.parts * N for N, cut in cuts), default=0)
+    programs = max((triton.cdiv(N, cut.columns) for N, cut in cuts), default=0)
     return Room(torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(programs, dtype=torch.int32, device=device))
 
 
@@ -65,23 +66,21 @@ def tile_of(rows: int) -> int:
     return next(tile for tile in TILES if tile >= rows)
 
 
-def cut_of(columns: int, inner: int, tile: int = 16, *, is_gated: bool = False) -> Cut:
+def cut_of(columns: int, inner: int, tile: int = MOST_ROWS, *, is_gated: bool = False) -> Cut:
     """As measured on an H200 for the shapes of models with 0.5 and 7 billion parameters: narrow programs, as many as fill the
     device, and no more parts than that takes, unless K is long. More rows are read anew by every program: the programs are
     wider, and fewer."""
-    if tile == FEWEST_ROWS:
+    assert is_gated or tile == MOST_ROWS, "so many rows are left to cuBLAS"
+    if tile == MOST_ROWS:
         return _narrow(columns, inner, is_gated)
-    if columns >= 2**15:
-        return Cut(64, 4, 1)
-    if is_gated:
+    if tile < GATED_ROWS:
         return Cut(32, 2, 1)
-    width = 64 if inner >= 4 * columns else 32
-    return Cut(width, 4, min(8, _nearest_power(MULTIPROCESSORS / triton.cdiv(columns, width))))
+    return Cut(64, 4, 1, 64, _deepest(triton.cdiv(columns, 64)))
 
 
-def _nearest_power(times: float) -> int:
-    """Of two, and no less than one."""
-    return 1 << max(0, round(math.log2(times)))
+def _deepest(programs: int) -> int:
+    """Stages of 24 KiB that leave room for all programs at once."""
+    return {1: 5, 2: 4}.get(triton.cdiv(programs, MULTIPROCESSORS), 3)
 
 
 def _narrow(columns: int, inner: int, is_gated: bool) -> Cut:
@@ -96,10 +95,10 @@ def _narrow(columns: int, inner: int, is_gated: bool) -> Cut:
 
 
 def product(
-    x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, room: Room, *, is_gated: bool = False, early: bool = False
+    x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, room: Room | None, *, is_gated: bool = False, early: bool = False
 ) -> Tensor:
-    """x · weightᵀ, [B, N]; gated, silu(gate) · up of its two halves, [B, N / 2]. With `early` the launch begins before the one
-    in front of it has ended."""
+    """x · weightᵀ, [B, N]; gated, silu(gate) · up of its two halves, [B, N / 2], which wants no room. With `early` the launch
+    begins before the one in front of it has ended."""
     (B, K), (both, _) = x_BK.shape, weight_NK.shape
     N = both // 2 if is_gated else both
     tile = tile_of(B)
@@ -107,12 +106,15 @@ def product(
     programs = triton.cdiv(N, cut.columns)
     assert x_BK.is_contiguous()
     assert weight_NK.is_contiguous()
-    assert cut.parts == 1 or (cut.parts * B * N <= len(room.parts) and programs <= len(room.arrived))
+    if cut.parts > 1:
+        assert room is not None
+        assert cut.parts * B * N <= len(room.parts)
+        assert programs <= len(room.arrived)
     out_BN = x_BK.new_empty(B, N)
     _product[(programs, cut.parts)](
-        x_BK, weight_NK, bias_N, out_BN, room.parts, room.arrived, B, N,
-        K=K, PARTS=cut.parts, TURNS=triton.cdiv(triton.cdiv(K, INNER), cut.parts), GATED=is_gated, EARLY=early,
-        BLOCK_B=tile, BLOCK_N=cut.columns, BLOCK_K=INNER, num_warps=cut.warps, num_stages=4, **launched(early),
+        x_BK, weight_NK, bias_N, out_BN, *(room or (None, None)), B, N,
+        K=K, PARTS=cut.parts, TURNS=triton.cdiv(triton.cdiv(K, cut.inner), cut.parts), GATED=is_gated, EARLY=early,
+        BLOCK_B=tile, BLOCK_N=cut.columns, BLOCK_K=cut.inner, num_warps=cut.warps, num_stages=cut.stages, **launched(early),
     )  # fmt: skip
     return out_BN
 

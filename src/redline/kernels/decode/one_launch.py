@@ -96,7 +96,7 @@ class _Arguments(ctypes.Structure):
 
 
 def most_rows(shape: Shape) -> int:
-    """Up to which it is the faster way, as measured on an H200 (`benchmarks/kernels/one_launch.py`): with few, more of a step
+    """Up to which it is the faster way, as measured on an H200 (`benchmarks/kernels/step_ways.py`): with few, more of a step
     lies between launches; with many, every block reads all their activations again and again."""
     if shape.hidden <= SMALL:
         return MOST_ROWS if shape.head_dim == 64 else 16

@@ -25,12 +25,13 @@ from redline.engine.native.running.graphs import GraphCache, nothing_collected
 from redline.engine.native.running.prompts import CapturedPrompts, PromptAttention, Prompts
 from redline.engine.native.running.runner import Decoding, Runner, Samples
 from redline.engine.native.running.sampler import Sampled
+from redline.engine.native.running.some_rows import SomeRows
 from redline.engine.native.running.verification import MAX_GUESSES, MAX_SLOTS, NO_GUESS, SLOT_TOKENS, Guesses, TextWrites
 from redline.engine.native.scheduler import Chunk
 from redline.engine.native.sequence import Wants
-from redline.kernels.decode.attention import FEW_ROWS_TILES, SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
-from redline.kernels.decode.few_rows import FEWEST_ROWS
+from redline.kernels.decode.attention import SHARED_ROWS, TILES, DecodeBatch, choose_splits, choose_tile, decode_attention
 from redline.kernels.decode.guesses import NO_PLACE, Entries, GuessBook, begin_guessing, end_guessing, find_guesses
+from redline.kernels.decode.one_launch import OneLaunch
 from redline.kernels.decode.prompt_attention import TILES as PROMPT_TILES
 from redline.kernels.decode.prompt_attention import query_blocks
 from redline.kernels.decode.rotate_and_store import rotate_and_store
@@ -76,14 +77,18 @@ class PagedDecodeAttention(FusedAttend):
         cache: KVCache,
         rotary: Tensor,
         batch: DecodeBatch,
-        few_rows: FewRows | None = None,
+        arrived: Tensor,
         slots_B: Tensor | None = None,
+        *,
+        early: bool = False,
     ) -> None:
+        """`arrived` and `early` are `decode_attention`'s."""
         self._cache = cache
         self._slots_B = slots_B
         self._rotary = rotary
         self._batch = batch
-        self._few_rows = few_rows
+        self._arrived = arrived
+        self._early = early
 
     @property
     def slots_T(self) -> Tensor:  # noqa: N802
@@ -96,11 +101,9 @@ class PagedDecodeAttention(FusedAttend):
             places = (self._batch.positions_B.clamp(min=0), self._slots_B)
             norms, eps = _norms(layer), layer.spec.norm_eps
             rotate_and_store(heads, keys, values, *places, self._rotary, norms, eps, in_place=False)
-        own, few = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps), self._few_rows
-        if few is None:
-            return decode_attention(heads, keys, values, *own)
-        tile = (FEW_ROWS_TILES if len(heads) <= FEWEST_ROWS else TILES)[layer.spec.head_dim]
-        return decode_attention(heads, keys, values, *own, tile, early=few.early, arrived=few.arrived)
+        tile = choose_tile(len(heads), keys.shape[1], layer.spec.head_dim)
+        own = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps, tile)
+        return decode_attention(heads, keys, values, *own, early=self._early, arrived=self._arrived)
 
 
 def slots_of(batch: DecodeBatch, page: int) -> Tensor:
@@ -157,10 +160,11 @@ class CudaRunner(Runner):
         self._laid_out = torch.zeros((5, self.most_verified), dtype=torch.int64, device=device)
         """`Entries` of a step that guesses, in the order of its fields."""
         self._book = GuessBook.empty(MAX_SLOTS, SLOT_TOKENS, rows.dead_row + 1, device) if guesses else None
-        self._few_rows = FewRows(decoder) if FewRows.serves(decoder) else None
-        # It has the whole device until it ends: a trainer beside it would hardly come to its own.
-        is_alone = self._few_rows is not None and not shares_device
-        self._one_launch = one_launch_of(decoder, cache, self._rotary) if is_alone else None
+        self._ways = ways_of(decoder, cache, self._rotary, is_alone=not shares_device)
+        self._arrived = torch.zeros(
+            max(len(self._rows_B), self.most_verified) * decoder.spec.num_kv_heads, dtype=torch.int32, device=device
+        )
+        """What `decode_attention` counts parts with."""
         self._prompts = CapturedPrompts(decoder, cache, self._rotary, rows.tables_RN, rows.upload)
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
@@ -253,27 +257,26 @@ class CudaRunner(Runner):
     def _logits(self, rows_B: Tensor, inputs: StepInputs, max_groups: int, wants: Wants) -> Tensor:
         """[B, V]."""
         slots_B = self.rows.adapter_slots(rows_B, wants)
-        few_rows = self._few_rows if slots_B is None else None
-        if few_rows is not None and len(rows_B) > few_rows.most_rows:
-            few_rows = None
+        way = next((way for way in self._ways if len(rows_B) <= way.most_rows), None) if slots_B is None else None
         is_guessing = max_groups == GUESSING
-        if few_rows is not None and self._one_launch is not None and len(rows_B) <= self._one_launch.most_rows:
+        if isinstance(way, OneLaunch):
             lines_B = rows_B.int() if is_guessing else self._rows32_B[: len(rows_B)]
             ahead_B = self._laid_out[-1, : len(rows_B)] if is_guessing else None
-            return self._one_launch.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN, ahead_B)
+            return way.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN, ahead_B)
+        early = way is not None and way.begins_early(len(rows_B))
         if is_guessing:
-            attend = self._guessing_attention(rows_B, inputs.positions_B, few_rows)
+            attend = self._guessing_attention(rows_B, inputs.positions_B, early)
         else:
-            attend = self._decode_attention(max_groups, inputs.positions_B, few_rows)
-        if few_rows is not None:
-            return few_rows.logits(inputs.tokens_B, attend)
+            attend = self._decode_attention(max_groups, inputs.positions_B, early)
+        if way is not None:
+            return way.logits(inputs.tokens_B, attend)
         return self._decoder.logits(self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B))
 
-    def _decode_attention(self, max_groups: int, positions_B: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
+    def _decode_attention(self, max_groups: int, positions_B: Tensor, early: bool) -> PagedDecodeAttention:
         size, max_tokens = len(positions_B), self.rows.tables_RN.shape[1] * self.cache.block_size
         prefixes = self._shared_prefixes(max_groups, size, max_tokens) if max_groups else None
         batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, self._splits(size), prefixes)
-        return PagedDecodeAttention(self.cache, self._rotary, batch, few_rows)
+        return PagedDecodeAttention(self.cache, self._rotary, batch, self._arrived, early=early)
 
     def _splits(self, size: int) -> int:
         spec, max_tokens = self._decoder.spec, self.rows.tables_RN.shape[1] * self.cache.block_size
@@ -344,10 +347,10 @@ class CudaRunner(Runner):
         parts = (sampled.tokens_B, sampled.logprobs_B)
         end_guessing(rows, book, entries, parts, self._launched_R, (samples.tokens_SB, samples.logprobs_SB))
 
-    def _guessing_attention(self, rows_T: Tensor, positions_T: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
+    def _guessing_attention(self, rows_T: Tensor, positions_T: Tensor, early: bool) -> PagedDecodeAttention:
         batch = DecodeBatch(positions_T, rows_T.int(), self.rows.tables_RN, self._splits(len(rows_T)))
         slots_T = slots_of(batch, self.cache.block_size)
-        return PagedDecodeAttention(self.cache, self._rotary, batch, few_rows, slots_T)
+        return PagedDecodeAttention(self.cache, self._rotary, batch, self._arrived, slots_T, early=early)
 
     # ── memory that steps share ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -407,6 +410,16 @@ class CudaRunner(Runner):
         arrived = torch.cuda.Event()
         arrived.record()
         return host, arrived
+
+
+def ways_of(decoder: Decoder, cache: KVCache, rotary: Tensor, *, is_alone: bool) -> list[OneLaunch | FewRows | SomeRows]:
+    """From few rows to many, who takes a step through the network, each up to its `most_rows`; beyond, and with adapters,
+    `Decoder.forward` does. The one launch has the whole device until it ends: a trainer beside it would hardly come to its
+    own."""
+    if not FewRows.serves(decoder):
+        return []
+    one_launch = one_launch_of(decoder, cache, rotary) if is_alone else None
+    return [*([one_launch] if one_launch else []), FewRows(decoder), SomeRows(decoder)]
 
 
 def _lines(chunks: Sequence[Chunk]) -> np.ndarray:

@@ -8,18 +8,18 @@ Each arrow is a programmatic dependent launch (`kernels/decode/few_rows.py`), or
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.kernels.decode import one_launch
-from redline.kernels.decode.few_rows import FEWEST_ROWS, MOST_ROWS, can_overlap, make_room, product
+from redline.kernels.decode.few_rows import MOST_ROWS, can_overlap, make_room, product
 from redline.kernels.decoder_steps import add_rms_norm
 from redline.models.decoder import Decoder, DecoderLayer, FusedAttend
 
 WIDE = 2048
-"""Hidden units from which on weights take so long to come that nothing is won beyond one tile of rows."""
+"""Hidden units of a network up to which these products are the faster ones: where weights take longer to come, less is won
+between them."""
 
 
 class FewRows:
@@ -32,10 +32,8 @@ class FewRows:
         assert isinstance(layer, DecoderLayer)
         weights = (layer.qkv.weight, layer.o.weight, layer.down.weight, decoder.output_weight)
         self._room = make_room([(N, K) for N, K in (weight.shape for weight in weights)], device)
-        self.most_rows = MOST_ROWS if spec.hidden_size < WIDE else FEWEST_ROWS
-        self.arrived = torch.zeros(self.most_rows * spec.num_kv_heads, dtype=torch.int32, device=device)
-        """What `decode_attention` counts parts with."""
-        self.early = can_overlap(device)
+        self.most_rows = MOST_ROWS if spec.hidden_size <= WIDE else 0
+        self._early = can_overlap(device)
 
     @staticmethod
     def serves(decoder: Decoder) -> bool:
@@ -44,9 +42,13 @@ class FewRows:
             return False
         return decoder.plain_head and all(isinstance(layer, DecoderLayer) and layer.is_whole for layer in decoder.layers)
 
+    def begins_early(self, rows: int) -> bool:
+        """Whether launches begin before the one in front of them has ended."""
+        return self._early
+
     def logits(self, tokens_B: Tensor, attend: FusedAttend) -> Tensor:
         """[B, V] in the compute dtype, of at most `most_rows` rows."""
-        decoder, eps, room, early = self._decoder, self._decoder.spec.norm_eps, self._room, self.early
+        decoder, eps, room, early = self._decoder, self._decoder.spec.norm_eps, self._room, self._early
         x_BE, delta_BE = F.embedding(tokens_B, decoder.embed), None
         for layer in decoder.layers:
             assert isinstance(layer, DecoderLayer)

@@ -258,13 +258,15 @@ def test_what_was_guessed_is_scored_as_what_was_not(
 
 def test_what_one_launch_guesses_is_scored_as_what_it_does_not(tmp_path: Path) -> None:
     """A network of the smallest shape that it serves, whose steps with and without guesses are one launch each."""
+    from redline.kernels.decode.one_launch import OneLaunch
+
     heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 4}
     shape = llama(hidden_size=448, intermediate_size=1088, vocab_size=136, max_position_embeddings=640, **heads)
     oracle = write_model(tmp_path, shape, seed=5, std=0.1)
     config = EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**25, speculation="always")
     engine = NativeEngine(load_decoder(tmp_path, "cuda", torch.bfloat16), config)
-    launches = engine._awake._one_launch  # type: ignore[attr-defined]
-    if launches is None:
+    launches = engine._awake._ways[0]  # type: ignore[attr-defined]
+    if not isinstance(launches, OneLaunch):
         pytest.skip("the kernel is for Hopper")
     drawn, calls, logits = np.random.default_rng(2), [], launches.logits
     launches.logits = lambda *given: calls.append(given[-1] is not None) or logits(*given)  # type: ignore[func-returns-value]

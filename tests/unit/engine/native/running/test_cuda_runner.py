@@ -21,7 +21,7 @@ from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.cache import prefixes
 from redline.engine.native.cache.kv_cache import KVCache
-from redline.engine.native.running import prompts
+from redline.engine.native.running import few_rows, prompts, some_rows
 from redline.engine.native.running.cuda import MAX_STEPS, CudaRunner, batch_sizes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows
@@ -30,6 +30,7 @@ from redline.engine.native.running.runner import Runner, Samples
 from redline.engine.native.speculation import speculation
 from redline.engine.native.speculation.references import References
 from redline.kernels.decode.guesses import GuessBook
+from redline.kernels.decode.parts import product_in_parts
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder
 from redline.types import Completion, GenerateRequest, SamplingParams
@@ -68,9 +69,9 @@ class UncapturedRunner(CudaRunner):
         self._book = GuessBook.empty(*BOOK, rows.dead_row + 1, torch.device("cpu"))
         self._prompts = UncapturedPrompts(decoder, cache, self._rotary, rows.tables_RN, rows.upload)
         self._prompts.captures = self.captures
-        assert (self._few_rows is None) == (decoder.spec.experts is not None)
+        assert (not self._ways) == (decoder.spec.experts is not None)
         if not self.takes_few_rows:
-            self._few_rows = None
+            self._ways = []
 
     def capture(self, key: Any) -> Any:
         if not self.captures:
@@ -136,6 +137,27 @@ def test_so_it_does_where_few_rows_go_their_own_way(
 ) -> None:
     monkeypatch.setattr(UncapturedRunner, "takes_few_rows", True)
     assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+
+
+@pytest.mark.parametrize(("config", "cut"), [("qwen3, biases", {80}), ("qwen3, own head size", {80, 96})])
+def test_so_it_does_where_some_rows_have_products_in_parts(
+    interpreter: None, tmp_path: Path, config: str, cut: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product with a bias is whole."""
+    write_model(tmp_path, CONFIGS[config], seed=5, std=0.3)
+    network, found = load_decoder(tmp_path), set()
+
+    def noted(x_BK: torch.Tensor, weight_NK: torch.Tensor, parts: int) -> torch.Tensor:
+        found.add(weight_NK.shape[1])
+        return product_in_parts(x_BK, weight_NK, parts)
+
+    monkeypatch.setattr(some_rows, "parts_of", lambda rows, columns, inner: 2)
+    monkeypatch.setattr(some_rows, "product_in_parts", noted)
+    monkeypatch.setattr(UncapturedRunner, "takes_few_rows", True)
+    monkeypatch.setattr(few_rows, "WIDE", 0)
+    requests = [ask(5, 3, n=2), ask(9, 3)]
+    assert_same(InterpretedEngine(network, CONFIG).generate(requests), NativeEngine(network, CONFIG).generate(requests))
+    assert found == cut
 
 
 @pytest.mark.slow

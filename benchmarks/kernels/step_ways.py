@@ -1,10 +1,15 @@
-"""A decode step in one launch beside one of several, by model and number of rows.
+"""A decode step by every way that the engine has for it, by model and number of rows.
 
-    PYTHONPATH=src python benchmarks/kernels/one_launch.py [--models qwen3-0.6b,qwen2.5-7b] [--rows 1,4,8] [--save FILE]
+    PYTHONPATH=src python benchmarks/kernels/step_ways.py [--models qwen2.5-7b] [--rows 1,4,8] [--ways one,few] [--save FILE]
 
-The engine itself, both ways in turn over the same random weights: prompts of 256 random tokens and 65 new ones with logprobs at
+    one      the whole step in one launch (kernels/decode/one_launch.py)
+    few      own products that overlap (kernels/decode/few_rows.py)
+    some     products of cuBLAS, some in parts, and own ones for gate and up (engine/native/running/some_rows.py)
+    forward  the decoder's own layers
+
+The engine itself, all ways in turn over the same random weights: prompts of 256 random tokens and 65 new ones with logprobs at
 temperature 1; a step is (end - last first token) / 64, in the shortest of `--runs`. Beside it stands the bound
-(`lab/measure/roofline.py`). `kernels/decode/one_launch.py` takes from here up to how many rows it is the faster way.
+(`lab/measure/roofline.py`). The ways' `most_rows` are from here.
 
 Leaves out: long contexts, which `decode_rows.py` has for one model.
 """
@@ -20,17 +25,23 @@ from unittest import mock
 
 import torch
 from decode_rows import seconds_of_a_step
+from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
-from redline.kernels.decode import one_launch
+from redline.engine.native.cache.kv_cache import KVCache
+from redline.engine.native.running import cuda
+from redline.engine.native.running.few_rows import FewRows, one_launch_of
+from redline.engine.native.running.some_rows import SomeRows
+from redline.kernels.decode import few_rows, one_launch, parts
 from redline.lab.material.networks import random_decoder
 from redline.lab.material.prompts import random_prompts
 from redline.lab.measure.machine import Machine, measure_machine
 from redline.lab.measure.roofline import Load, NetworkCost, step_seconds
 from redline.lab.peers.generation_sides import Batch
 from redline.launch.engines import make_engine
+from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
 from redline.telemetry import describe_environment
 
@@ -50,14 +61,17 @@ SIZES = {
 }
 """Hidden units, inner ones, layers, heads, key/value heads, the size of a head, and the vocabulary."""
 UNTIED = ("qwen2.5-7b", "qwen2.5-14b", "llama-3.1-8b")
+WAYS = ("one", "few", "some", "forward")
+MOST_ROWS = {"one": one_launch.MOST_ROWS, "few": few_rows.MOST_ROWS, "some": parts.MOST_ROWS, "forward": 10**9}
+"""That a way can take, however slowly."""
 
 
 @dataclass(slots=True, frozen=True)
 class Point:
     model: str
     rows: int
-    several_s: float
-    one_s: float
+    seconds: dict[str, float]
+    """By way."""
     bound_s: float
 
 
@@ -80,28 +94,41 @@ def config_of(name: str) -> PretrainedConfig:
     )
 
 
-def engine_of(decoder: AnyDecoder, most_rows: int, rows: int) -> NativeEngine:
+def engine_of(decoder: AnyDecoder, way: str, rows: int) -> NativeEngine:
+    def only(decoder: Decoder, cache: KVCache, rotary: Tensor, *, is_alone: bool) -> list[object]:
+        makers = {
+            "one": lambda: one_launch_of(decoder, cache, rotary),
+            "few": lambda: FewRows(decoder),
+            "some": lambda: SomeRows(decoder),
+        }
+        made = makers[way]() if way in makers else None
+        if made is not None:
+            made.most_rows = MOST_ROWS[way]
+        return [] if made is None else [made]
+
     sizes = EngineConfig(max_num_seqs=rows, max_model_len=PROMPT_TOKENS + NEW_TOKENS, kv_cache_memory_bytes=2 << 30)
-    with mock.patch.object(one_launch, "most_rows", return_value=most_rows):
+    with mock.patch.object(cuda, "ways_of", only):
         return make_engine(decoder, sizes)
 
 
-def measured(name: str, all_rows: tuple[int, ...], machine: Machine, runs: int) -> Iterator[Point]:
-    """Both ways in turn, at each number of rows; nothing without runs that count."""
+def measured(name: str, all_rows: tuple[int, ...], ways: list[str], machine: Machine, runs: int) -> Iterator[Point]:
+    """All ways in turn, at each number of rows; nothing without runs that count."""
     decoder = random_decoder(config_of(name), CUDA, torch.bfloat16, seed=0)
-    ways = [engine_of(decoder, most_rows, max(all_rows)) for most_rows in (0, one_launch.MOST_ROWS)]
+    engines = {way: engine_of(decoder, way, max(all_rows)) for way in ways}
     for rows in all_rows:
         batch = Batch(random_prompts(rows, PROMPT_TOKENS, 1000, (0, rows)), 1, NEW_TOKENS, seed=rows)
-        steps = [[seconds_of_a_step(engine, batch, CUDA) for engine in ways] for _ in range(1 + runs)][1:]
-        if steps:
+        able = {way: engine for way, engine in engines.items() if rows <= MOST_ROWS[way]}
+        rounds = [{way: seconds_of_a_step(engine, batch, CUDA) for way, engine in able.items()} for _ in range(1 + runs)][1:]
+        if rounds:
             bound = step_seconds(NetworkCost.of(decoder), Load(rows, PROMPT_TOKENS, 1, NEW_TOKENS, rows), machine)
-            yield Point(name, rows, *(min(step[way] for step in steps) for way in range(2)), bound)
+            yield Point(name, rows, {way: min(one[way] for one in rounds) for way in able}, bound)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(SIZES))
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=(1, 2, 4, 8, 16, 32))
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS))
     parser.add_argument(
         "--runs", type=int, default=3, help="of each, after one that does not count; 0 compiles, and times nothing"
     )
@@ -109,13 +136,14 @@ def main() -> None:
     asked = parser.parse_args()
     machine = measure_machine(CUDA, torch.bfloat16)
     print(machine.how)
-    print(f"{'model':>14} {'rows':>5} {'several':>9} {'one':>9} {'bound':>9} {'of it':>6}")
+    print(f"{'model':>14} {'rows':>5} " + " ".join(f"{way:>9}" for way in (*asked.ways, "bound")) + "  of it")
     points = []
     for name in asked.models:
-        for point in measured(name, asked.rows, machine, asked.runs):
+        for point in measured(name, asked.rows, asked.ways, machine, asked.runs):
             points.append(point)
-            times = " ".join(f"{seconds * 1e3:6.3f} ms" for seconds in (point.several_s, point.one_s, point.bound_s))
-            print(f"{name:>14} {point.rows:5} {times} {point.bound_s / min(point.several_s, point.one_s):6.0%}", flush=True)
+            seconds = [point.seconds.get(way) for way in asked.ways]
+            times = " ".join(" " * 9 if one is None else f"{one * 1e3:6.3f} ms" for one in (*seconds, point.bound_s))
+            print(f"{name:>14} {point.rows:5} {times} {point.bound_s / min(point.seconds.values()):6.0%}", flush=True)
         torch.cuda.empty_cache()
     if asked.save:
         document = {"what": __doc__.splitlines()[0], "machine": machine.how, "points": [asdict(point) for point in points]}
