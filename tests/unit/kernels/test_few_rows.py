@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from redline.kernels.decode.few_rows import (
     can_overlap,
     cut_of,
     make_room,
+    most_stages,
     product,
 )
 
@@ -98,3 +101,12 @@ def test_parts_that_have_no_room_are_refused() -> None:
     room = Room(torch.empty(1, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE))
     with pytest.raises(AssertionError):
         product(random(1, 896), random(896, 896), None, room)
+
+
+@pytest.mark.parametrize(("name", "memory", "stages"), [("H200", 233_472, 5), ("A100", 167_936, 5), ("L40S", 102_400, 3)])
+def test_a_smaller_device_has_room_for_fewer_stages(
+    name: str, memory: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = SimpleNamespace(shared_memory_per_multiprocessor=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: room)
+    assert most_stages.__wrapped__(torch.device("cuda")) == stages, name

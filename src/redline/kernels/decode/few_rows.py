@@ -11,6 +11,7 @@ They round where eager torch rounds. This module needs triton; only code that ru
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ ENOUGH_PROGRAMS = 256
 LONG = 3 * 2048
 """A K that is cut even where columns are many: a program of one warp would take too long for it."""
 MULTIPROCESSORS = 132
+DEEPEST = 5
+STAGE_ROOM = 28 * 1024
+"""Bytes that a stage of the largest takes, and a part of what else a program needs."""
 
 
 class Cut(NamedTuple):
@@ -79,8 +83,8 @@ def cut_of(columns: int, inner: int, tile: int = MOST_ROWS, *, is_gated: bool = 
 
 
 def _deepest(programs: int) -> int:
-    """Stages of 24 KiB that leave room for all programs at once."""
-    return {1: 5, 2: 4}.get(triton.cdiv(programs, MULTIPROCESSORS), 3)
+    """Stages that leave room for all programs at once."""
+    return {1: DEEPEST, 2: 4}.get(triton.cdiv(programs, MULTIPROCESSORS), 3)
 
 
 def _narrow(columns: int, inner: int, is_gated: bool) -> Cut:
@@ -114,9 +118,18 @@ def product(
     _product[(programs, cut.parts)](
         x_BK, weight_NK, bias_N, out_BN, *(room or (None, None)), B, N,
         K=K, PARTS=cut.parts, TURNS=triton.cdiv(triton.cdiv(K, cut.inner), cut.parts), GATED=is_gated, EARLY=early,
-        BLOCK_B=tile, BLOCK_N=cut.columns, BLOCK_K=cut.inner, num_warps=cut.warps, num_stages=cut.stages, **launched(early),
+        BLOCK_B=tile, BLOCK_N=cut.columns, BLOCK_K=cut.inner, num_warps=cut.warps,
+        num_stages=min(cut.stages, most_stages(x_BK.device)), **launched(early),
     )  # fmt: skip
     return out_BN
+
+
+@cache
+def most_stages(device: torch.device) -> int:
+    """For which a multiprocessor has shared memory: three on smaller devices than this was measured on."""
+    if device.type != "cuda":
+        return DEEPEST
+    return min(DEEPEST, torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // STAGE_ROOM)
 
 
 def can_overlap(device: torch.device) -> bool:
