@@ -431,6 +431,20 @@ def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(
     assert stop_token_ids(tmp_path, AutoTokenizer.from_pretrained(tmp_path)) == expected
 
 
+@pytest.mark.parametrize("listed", [5, [258, 5, 7], None])
+def test_without_a_generation_config_stop_tokens_are_those_that_transformers_stops_at(
+    listed: int | list[int] | None, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described | {"eos_token_id": listed}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
+    assert theirs == listed
+    ends = listed if isinstance(listed, list) else [listed]
+    assert set(stop_token_ids(tmp_path, AutoTokenizer.from_pretrained(tmp_path))) == {258, *ends} - {None}
+
+
 @pytest.mark.parametrize("content", ['{"eos_token_id": [25', "[]", '{"eos_token_id": "258"}'])
 def test_a_damaged_generation_config_is_a_model_error(content: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path)

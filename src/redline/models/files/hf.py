@@ -245,9 +245,11 @@ def save_folder(
 
 
 def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Everything that ends an answer: the tokenizer's end token and those of generation_config.json."""
+    """Everything that ends an answer: the tokenizer's end token and those of generation_config.json, in whose absence
+    transformers goes by those of config.json."""
     found = {tokenizer.eos_token_id} - {None}
     path = folder / "generation_config.json"
+    path = path if path.is_file() else folder / "config.json"
     if path.is_file():
         found |= _listed_stop_tokens(path)
     return tuple(sorted(found))
