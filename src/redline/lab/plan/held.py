@@ -46,8 +46,8 @@ def held_terms(setup: Setup) -> dict[str, int]:
     if config.needs_critic:
         critic = critic_bytes(setup)
         terms["critic"] = critic.weights + critic.masters + critic.moments
-    if setup.reward_model is not None:
-        terms["reward model"] = size * setup.reward_model.parameters
+    if setup.reward_parameters:
+        terms["reward model"] = size * setup.reward_parameters
     if not setup.device.is_gpu:
         terms["gradients"] = own.gradients  # kept from step to step (trainer/optimizer/adamw.py)
     return {name: value for name, value in terms.items() if value}

@@ -13,7 +13,7 @@ from redline.errors import ConfigError
 from redline.kernels.cpu import training
 from redline.lab.material.workloads import RANDOM
 from redline.lab.plan.devices import Device
-from redline.lab.plan.shapes import Model, describe_model
+from redline.lab.plan.shapes import Model, classifier_parameters, describe_model
 from redline.lab.plan.stages import KEY, check_stages, layers_of, parameters_of
 from redline.models.attention.packed import writes_out
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
@@ -61,7 +61,8 @@ class Setup:
     device: Device
     gpus: int
     work: Work
-    reward_model: Model | None = None
+    reward_parameters: int = 0
+    """Parameters of a reward model; 0 where there is none."""
     process_bytes: int = PROCESS_BYTES
     """Bytes of an idle process on the host."""
     sharding: Sharding = "none"
@@ -208,7 +209,7 @@ def make_setup(
         rollouts.max_new_tokens,
         rollouts.max_new_tokens if mean_new_tokens is None else mean_new_tokens,
     )
-    judge = describe_model(rollouts.reward_model.path) if rollouts.reward_model.path else None
+    judge = classifier_parameters(rollouts.reward_model.path) if rollouts.reward_model.path else 0
     return Setup(resolved, describe_model(config.model.path), device, gpus, work, judge, process_bytes)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from redline.errors import ConfigError, ModelError
 from redline.lab.material.workloads import RANDOM, SHAPES
 from redline.lab.plan.gguf_header import config_from_header
-from redline.models.files.hf import load_config
+from redline.models.files.hf import check_foreign, load_config
 from redline.models.files.sources import packaged_smollm2
 from redline.models.files.tiny import SMALL, TINY, shape_config
 from redline.models.lora.per_token import refuse_experts
@@ -98,6 +98,19 @@ def describe_model(path: str) -> Model:
     return _foreign(path, config)
 
 
+def classifier_parameters(path: str) -> int:
+    """Parameters of a reward model, of any family that transformers has a classifier of."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    config = _config(path)
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise ModelError(f"{path}: model family {config.model_type!r} is no classifier", "give the folder of a reward model")
+    with torch.device("meta"):
+        network = AutoModelForSequenceClassification.from_config(config)
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
 def _config(path: str) -> PretrainedConfig:
     if path.startswith(RANDOM):
         return _named(path.removeprefix(RANDOM))
@@ -147,18 +160,22 @@ def _foreign(path: str, config: PretrainedConfig) -> Model:
     import torch
     from transformers import AutoModelForCausalLM
 
+    check_foreign(config)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
-    heads = config.num_attention_heads
+    text = config.get_text_config(decoder=True)  # a family with images has more than one
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        raise ModelError(f"{path}: model family {config.model_type!r} has no attention", "give a model with attention")
     shape = ModelShape(
         family=config.model_type,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        max_positions=fixed_positions(config),
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        max_positions=fixed_positions(text),
     )
     tied = network.get_output_embeddings() is None or bool(getattr(config, "tie_word_embeddings", False))
     if tied:

@@ -110,10 +110,10 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> int:
     config = load_config(folder)
     refuse_quantized(config)
     if not is_ours(config):
-        _check_foreign(config)
+        check_foreign(config)
         if with_weights:
             StoredTensors(folder)
-        return fixed_positions(config)
+        return fixed_positions(config.get_text_config(decoder=True))
     spec = spec_from_config(config)
     if with_weights:
         weights = StoredTensors(folder)
@@ -123,7 +123,7 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> int:
     return spec.max_positions
 
 
-def _check_foreign(config: PretrainedConfig) -> None:
+def check_foreign(config: PretrainedConfig) -> None:
     """Check a model of a family that transformers runs. Whether it runs on our attention is known only once it has."""
     from transformers import AutoModelForCausalLM
 

@@ -12,7 +12,16 @@ import pytest
 import torch
 from support.small_models import CONFIGS, EXPERTS, SHAPE, llama, write_model
 from textbook import CHANGES, after, all_at_once, enough
-from transformers import Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DebertaV2Config,
+    Gemma3Config,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
 
 from redline.config.load import validate
 from redline.config.schema import Config
@@ -32,7 +41,7 @@ from redline.lab.plan.shapes import NAMED, describe_model
 from redline.lab.plan.sizes import balanced
 from redline.lab.plan.stages import parameters_of, time_share
 from redline.lab.plan.timing import training_cost
-from redline.models.files.hf import empty_decoder, load_config, load_decoder
+from redline.models.files.hf import check_folder, empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
 from redline.models.stage import cut_stage
 from redline.trainer import PolicyTrainer, Sampling
@@ -258,6 +267,45 @@ def test_a_reference_is_divided_as_the_policy_is() -> None:
         part = replace(whole, sharding=sharding)
         assert held_terms(part)["reference"] * 8 == pytest.approx(held_terms(whole)["reference"], rel=1e-6)
         assert estimate_memory(part).phase("logprob passes").terms["gathered weights"] > 0, "a layer at a time, or all"
+
+
+# ── families that transformers runs ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_model_that_also_sees_images_is_planned_by_its_text(tmp_path: Path) -> None:
+    text = {name: SHAPE[name] for name in SHAPE if name not in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text | {"head_dim": 16}, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    model = describe_model(str(tmp_path))
+    assert model.parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert (model.shape.num_layers, model.shape.num_heads, model.shape.head_dim) == (2, 6, 16)
+    assert check_folder(tmp_path, with_weights=False) == model.shape.max_positions == SHAPE["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [(MambaConfig(vocab_size=100, hidden_size=64), "no attention"), (T5Config(vocab_size=100), "no causal language model")],
+    ids=["mamba", "t5"],
+)
+def test_what_cannot_be_planned_is_refused_with_a_reason(config: PretrainedConfig, why: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=why):
+        describe_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["causal", "encoder"])
+def test_a_reward_model_is_counted_as_the_classifier_that_it_is(kind: str, tmp_path: Path) -> None:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    encoder = DebertaV2Config(**{name: SHAPE[name] for name in names}, num_labels=1)  # transformers has no causal one of it
+    config = encoder if kind == "encoder" else llama(num_labels=1)
+    config.save_pretrained(tmp_path)
+    network = AutoModelForSequenceClassification.from_config(config)
+    judged = setup_of(rollouts={"reward_model": {"path": str(tmp_path)}})
+    assert judged.reward_parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert held_terms(judged)["reward model"] == judged.dtype.itemsize * judged.reward_parameters
 
 
 # ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
