@@ -9,6 +9,7 @@
     ├── EngineError        a request cannot be served as asked
     │   ├── BrokenModelError         the model gave numbers that cannot be sampled from
     │   ├── EngineMemoryError        the device had no memory to compute the request
+    │   ├── EngineBusyError          others hold what the request needs, and will give it back
     │   └── EngineLostError          the process of an engine has ended, or does not answer
     ├── TrainingError      a step produced numbers that must not be trained on
     │   ├── NoRoomError              the trainer does not fit into the device's memory
@@ -85,6 +86,10 @@ class BrokenModelError(EngineError):
 
 class EngineMemoryError(EngineError):
     """The device had no memory to compute the request; other requests go on."""
+
+
+class EngineBusyError(EngineError):
+    """Requests under way hold what this one needs; once they have ended, it can be served as asked."""
 
 
 class EngineLostError(EngineError):

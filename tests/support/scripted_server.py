@@ -41,7 +41,7 @@ class ScriptedEngine:
     """Says `script(request, index)`, a token at a time, and refuses what `refuse` gives a reason for."""
 
     script: Callable[[GenerateRequest, int], str] = lambda request, index: "hello"
-    refuse: Callable[[GenerateRequest], str | None] = lambda request: None
+    refuse: Callable[[GenerateRequest], str | EngineError | None] = lambda request: None
     fail_after: int | None = None
     """Tokens after which the engine gives up."""
     is_endless: bool = False
@@ -60,7 +60,7 @@ class ScriptedEngine:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         reason = self.refuse(request) if self.is_alive else "the engine has stopped"
         if reason:
-            raise EngineError(reason, "ask otherwise")
+            raise reason if isinstance(reason, EngineError) else EngineError(reason, "ask otherwise")
         self.requests.append(request)
         self.num_open += 1
         is_endless = self.is_endless

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from redline.errors import BrokenModelError, EngineError, EngineMemoryError
+from redline.errors import BrokenModelError, EngineBusyError, EngineError, EngineMemoryError
 from redline.serve.answers.documents import Json
 from redline.serve.answers.generation import SMALL_ANSWER, RunningEngine, answer, chunks
 from redline.serve.metrics import CONTENT_TYPE, ServerMetrics
@@ -161,6 +161,8 @@ class Api:
             return ApiError(500, _on_one_line(error))
         if isinstance(error, EngineMemoryError):
             return ApiError(503, _on_one_line(error))
+        if isinstance(error, EngineBusyError):
+            return ApiError(429, _on_one_line(error), code="rate_limit_exceeded", headers={"retry-after": "1"})
         if isinstance(error, EngineError):
             is_running = self.engine.is_alive and self.engine.failure is None  # it dies a moment after it says why
             return ApiError(400 if is_running else 503, _on_one_line(error))

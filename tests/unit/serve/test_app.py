@@ -12,6 +12,7 @@ import openai
 import pytest
 from support.scripted_server import END, MAX_POSITIONS, TOKENIZER, ScriptedEngine, Site, ids, refusal, site
 
+from redline.errors import EngineBusyError
 from redline.serve import app
 from redline.serve.answers import documents, generation
 from redline.serve.answers.documents import Choice
@@ -437,6 +438,16 @@ def test_a_model_is_found_by_its_name(here: Site) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         here.client.models.retrieve("gpt/4")
     assert (caught.value.code, caught.value.type) == ("model_not_found", "invalid_request_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_finds_no_place_for_its_adapter_is_told_to_come_again(stream: bool) -> None:
+    busy = EngineBusyError("unfinished requests use all 1 adapters that fit", "wait for them")
+    with site(ScriptedEngine(refuse=lambda request: busy if request.adapter else None), adapters=("poet",)) as there:
+        answer = there.post("/v1/completions", {"prompt": "hi", "model": "poet", "stream": stream})
+        assert refusal(answer) == (429, None, "rate_limit_exceeded")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert there.post("/v1/completions", {"prompt": "hi", "stream": stream}).status_code == 200
 
 
 def test_health_says_that_a_step_lasts_too_long(here: Site) -> None:

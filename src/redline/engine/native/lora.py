@@ -14,7 +14,7 @@ from torch import Tensor
 
 from redline.config.sections.engine import ServedEngineConfig
 from redline.engine.native.sequence import NO_SLOT
-from redline.errors import EngineError
+from redline.errors import EngineBusyError, EngineError
 from redline.models.decoder import Decoder
 from redline.models.lora.peft import read_adapter
 from redline.models.lora.per_token import LoraBank, PreparedAdapter, refuse_experts
@@ -140,7 +140,7 @@ class Adapters:
             return free
         idle = next((known for known in self._known.values() if known.slot != NO_SLOT and not known.users), None)
         if idle is None:
-            raise EngineError(
+            raise EngineBusyError(
                 f"unfinished requests use all {num_slots} adapters that fit", "raise engine.max_loras or wait for them"
             )
         slot, idle.slot = idle.slot, NO_SLOT

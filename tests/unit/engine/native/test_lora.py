@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.native.lora import make_bank
-from redline.errors import EngineError, ModelError, RedlineError
+from redline.errors import EngineBusyError, EngineError, ModelError, RedlineError
 from redline.kernels.segments import Segments
 from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import load_decoder
@@ -376,7 +376,7 @@ def test_no_slot_is_taken_from_a_request_under_way(setup: Setup) -> None:
         lambda: engine.load_adapter("stable", setup.folder / "stable"),
         lambda: engine.generate([ask(5), ask(5, "whole")]),
     ):
-        with pytest.raises(EngineError, match="use all 1 adapters") as caught:
+        with pytest.raises(EngineBusyError, match="use all 1 adapters") as caught:
             refused()
         assert "engine.max_loras" in caught.value.hint
     found = finish(engine)
