@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from redline.lab.doctor.facts import FEWEST, Facts
-from redline.lab.doctor.finding import Abstention, Answer, Finding
+from redline.lab.doctor.finding import Abstention, Answer, Finding, Gain
 from redline.lab.doctor.guesses import may_guess, replayed
 from redline.lab.doctor.rules import engine, machine, moving, rollouts, speculation, trainer
 from redline.runs.run import Run
@@ -70,6 +70,8 @@ class Diagnosis:
     """Steps that do not count, since they were delayed on purpose."""
     cannot: str = ""
     """Why nothing can be said, where the recording is not ours."""
+    guesses: Gain | None = None
+    """What guesses would save, also where that is too little for a finding; None where nobody could tell."""
 
     @property
     def verdict(self) -> str:
@@ -124,6 +126,7 @@ def diagnose(run: Run, *, with_delays: bool = False, rules: Mapping[str, Rule] =
         num_steps=facts.num_steps,
         has_phases=bool(phases),
         num_delayed=facts.num_delayed,
+        guesses=speculation.gain_of_guesses(facts),
     )
 
 

@@ -111,11 +111,16 @@ def _simulated(change: Change, recording: Recording | None) -> Prediction | None
 
 
 def _diagnosed(change: Change, diagnosis: Diagnosis | None) -> Prediction | None:
-    """The finding that asks for this key, whatever value it names."""
-    finding = next((f for f in (diagnosis.findings if diagnosis else ()) if f.change.keys() == change.keys()), None)
-    if finding is None or diagnosis is None:
+    """The finding that asks for this key, whatever value it names; of guesses also what is too little for a finding."""
+    if diagnosis is None:
         return None
-    gain, why = finding.gain, f"{finding.title} {finding.gain.assumption}"
+    finding = next((f for f in diagnosis.findings if f.change.keys() == change.keys()), None)
+    if finding is not None:
+        gain, why = finding.gain, f"{finding.title} {finding.gain.assumption}"
+    elif change.keys() == {"engine.speculation"} and diagnosis.guesses is not None:
+        gain, why = diagnosis.guesses, f"attempts of the recording, replayed; {diagnosis.guesses.assumption}"
+    else:
+        return None
     low, likely, high = (_times(seconds, diagnosis) for seconds in (gain.low_s, gain.likely_s, gain.high_s))
     return Prediction(likely, low, high, "doctor", why)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -154,12 +155,17 @@ def test_guesses_that_the_doctor_asks_for_are_one_trial_with_its_prediction() ->
     assert found[0] is own
     assert own.prediction is not None
     assert (own.prediction.source, own.prediction.likely) == ("doctor", 1 / 0.7)
-    [unasked] = [
-        each
-        for each in proposals(changes(situation()), diagnosed(), None, lambda change: None)
-        if "engine.speculation" in each.change
-    ]
-    assert unasked.prediction is None
+
+
+@pytest.mark.parametrize(("share", "is_tried"), [(None, True), (0.1, True), (0.0, False)])
+def test_guesses_are_not_tried_where_the_doctor_replayed_attempts_that_do_not_repeat(
+    share: float | None, is_tried: bool
+) -> None:
+    gain = None if share is None else Gain(0.0, share * 10, share * 10, "if so", "generation", 10.0)
+    found = proposals(changes(situation()), replace(diagnosed(), guesses=gain), None, lambda change: None)
+    [own] = [each for each in found if "engine.speculation" in each.change]
+    assert own.is_hopeless(0.03) is not is_tried
+    assert (own.prediction is None) is (share is None)
 
 
 @pytest.mark.gpu
