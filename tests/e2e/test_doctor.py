@@ -72,7 +72,7 @@ def test_texts_that_repeat_are_told_to_be_guessed_and_others_are_not(tmp_path: P
     repeats = found("repeats", "rollouts.temperature=0.05")["speculation_off"]
     assert repeats["change"] == {"engine.speculation": "auto"}
     assert repeats["prove"].endswith("--b engine.speculation=auto")
-    assert 0 < repeats["gain"]["low_s"] <= repeats["gain"]["likely_s"]
+    assert repeats["share"] > 0.1  # half of the run on a machine of its own; at least nothing, with a network this small
     assert {"guesses", "tokens a step"} <= {evidence["name"] for evidence in repeats["evidence"]}
     assert "speculation_off" not in found("guessed", "rollouts.temperature=0.05", "engine.speculation=auto")
     assert "speculation_off" not in found("differs")
