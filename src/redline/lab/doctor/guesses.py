@@ -40,8 +40,9 @@ LOOK_BACK = 512, 300_000
 DEARER = 1.6, 3.0
 """Times that a token beyond the usual rows costs what a row does: as on two cores of a Xeon from 16 tokens to 64, and where we
 are careful."""
-LEAST = 0.01
-"""Part of a step that a row costs at least, whatever a fit says."""
+SHARES = 0.01, 0.03
+"""Parts of a step that a row costs at least, and where the recording does not tell at most: 1% of the tiny network, 3% of
+SmolLM2-135M."""
 WORTH_A_LOOK = 0.06
 """Share of the time that rollouts must take."""
 WORTH_A_TRIAL = 1.5
@@ -114,7 +115,7 @@ def replayed(run: Run, facts: Facts) -> Guesses | None:
     except RunFolderError as error:
         return Guesses(cannot=f"{error.message.removeprefix(f'{run.folder.shown}: ')}; {error.hint}")
     usual = facts.mean("engine/batch_size_mean") or 1.0
-    step_s, careful_s = (_step_s(cost, usual, times * max(cost.row_s, LEAST * cost.step_s)) for times in DEARER)
+    step_s, careful_s = (_step_s(cost, usual, token_s) for token_s in _token_s(cost, usual))
     likely = [batch.replayed(step_s, CPU) for batch in batches]
     pays = any(pair.saved > 0 for pair in likely)
     return Guesses(
@@ -145,6 +146,14 @@ def _step_s(cost: EngineCost, usual: float, token_s: float) -> Callable[[float],
     most = max(usual, cost.rows.high)
     each = min(token_s, cost.decode_s(most) / most)
     return lambda tokens: cost.decode_s(min(tokens, usual)) + each * max(0.0, tokens - usual)
+
+
+def _token_s(cost: EngineCost, usual: float) -> tuple[float, float]:
+    """Seconds of one token more in a step, as they are likely to be and as careful people take them. Where all recorded steps
+    had about as many rows, the fit of a row is noise: then it is likely to be within the share that rows were seen to have."""
+    least, most = (share * cost.decode_s(usual) for share in SHARES)
+    told = cost.row_s if cost.tells_rows else min(cost.row_s, most)
+    return DEARER[0] * max(told, least), DEARER[1] * max(cost.row_s, least)
 
 
 # ── which attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────
