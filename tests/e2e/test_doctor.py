@@ -60,7 +60,7 @@ def test_a_slow_reward_is_the_first_finding_of_the_verb_and_of_the_report(tmp_pa
 
 def test_texts_that_repeat_are_told_to_be_guessed_and_others_are_not(tmp_path: Path) -> None:
     """Near temperature 0 a random network repeats itself and its siblings."""
-    sizes = {"groups_per_step": 2, "group_size": 4, "max_new_tokens": 200, "evaluation": {"num_tasks": 0}}
+    sizes = {"groups_per_step": 1, "group_size": 4, "max_new_tokens": 200, "evaluation": {"num_tasks": 0}}
     rollouts = {**sizes, "system_prompt": "Say letters. " * 20}  # whose pass tells what a token costs
     write_letters(tmp_path, run={"steps": 8}, rollouts=rollouts)
 
