@@ -58,6 +58,7 @@ def test_a_slow_reward_is_the_first_finding_of_the_verb_and_of_the_report(tmp_pa
     assert "Rewards hold up the run." in (folder.path / "report.html").read_text()
 
 
+@pytest.mark.slow  # what it finds rests on how long steps take: a machine that is busy with others may hide it
 def test_texts_that_repeat_are_told_to_be_guessed_and_others_are_not(tmp_path: Path) -> None:
     """Near temperature 0 a random network repeats itself and its siblings."""
     sizes = {"groups_per_step": 1, "group_size": 4, "max_new_tokens": 200, "evaluation": {"num_tasks": 0}}
