@@ -88,9 +88,13 @@ class Columns:
         """The mean over the first `count` rows that have the key; None where none has."""
         return _mean_of_finite(self.values.get(key, ())[:count])
 
-    def tail_mean(self, key: str, count: int) -> float | None:
-        """The mean over the last `count` rows that have the key; None where none has."""
-        return _mean_of_finite(self.values.get(key, ())[-count:])
+    def tail_mean(self, key: str, count: int, by: str = "") -> float | None:
+        """The mean over the last `count` rows, of those that have the key; None where none has. `by` is what the rows weigh: of
+        a rate the seconds that it was measured over. Without a weight in any of them, all count alike."""
+        values, weights = self.values.get(key, ())[-count:], self.values.get(by, ())[-count:]
+        pairs = [(w * v, w) for v, w in zip(values, weights, strict=False) if math.isfinite(w * v)]
+        total = sum(weight for _, weight in pairs)
+        return sum(part for part, _ in pairs) / total if total > 0 else _mean_of_finite(values)
 
     def means(self, key: str, most: int) -> list[float]:
         """At most so many points over the whole log, each the mean of the finite values that it stands for."""

@@ -16,6 +16,7 @@ import math
 import threading
 import time
 import zlib
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ from redline.telemetry import Ledger
 from redline.telemetry.files.failure import RunFailure
 from redline.telemetry.machine.samplers import LEFT_OUT
 from redline.telemetry.summary.targets import Evidence
-from redline.telemetry.summary.timeline import bottleneck, in_words, phase_of, step_phases
+from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX, bottleneck, in_words, phase_of, step_phases
 
 _LOGS: tuple[LogName, ...] = ("metrics", "samples", "evaluations", "alerts")
 RECENT_STEPS = 20
@@ -284,10 +285,22 @@ class RunReader:
             "updated": _mtime(self.folder.metrics) or _mtime(self.folder.config),
             "train_s": self._train_s,
             "step_s": step_s,
-            "eta_s": (total - done) * step_s if step_s and status.state == "running" else None,
-            "tokens_per_s": self.steps.tail_mean("engine/tokens_per_s", RECENT_STEPS),
+            "eta_s": (total - done) * (self._pace_s() or step_s) if step_s and status.state == "running" else None,
+            "tokens_per_s": self._tokens_per_s(),
             "bottleneck": {"phase": now[0], "words": in_words(now[0]), "share": now[1]} if now else None,
         }
+
+    def _pace_s(self) -> float | None:
+        """Seconds from the end of one recent step to the end of the next, with evaluations and checkpoints between them; None
+        where the process that goes on has not taken two."""
+        ended, began = (self.steps.values.get(f"run/{name}_s", array("d"))[-RECENT_STEPS - 1 :] for name in ("time", "began"))
+        times = [end for end, start in zip(ended, began, strict=False) if start == began[-1] and math.isfinite(end)]
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+    def _tokens_per_s(self) -> float | None:
+        """What the engine sampled in the recent steps over its time in them. Beside the trainer steps differ by far."""
+        lane = ROLLOUTS_PREFIX if f"{ROLLOUTS_PREFIX}generation_s" in self.steps.values else PREFIX
+        return self.steps.tail_mean("engine/tokens_per_s", RECENT_STEPS, by=f"{lane}generation_s")
 
     def _samples_left_out(self) -> int:
         newest = self._samples.values.get(LEFT_OUT, ())[-1:]

@@ -108,6 +108,9 @@ class Evaluations:
         for row in MetricsLog.read(self._outputs.folder.evaluations):
             if {"step", "evaluation/reward_mean", "evaluation/samples"} <= row.keys():  # else damaged, or somebody else's
                 self._keep(row)
+        if self.rewards:
+            first = min(self.rewards)
+            self._outputs.progress.first_evaluation(self.rewards[first], self.accuracies.get(first))
 
     def flush(self) -> None:
         """Block until the disk has every row."""

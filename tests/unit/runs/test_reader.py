@@ -59,6 +59,24 @@ def test_a_run_whose_environment_brings_the_tasks_is_named_after_it(tmp_path: Pa
     assert RunReader(folder.path).document()["head"]["task"] == "calculator"
 
 
+def test_the_speed_and_the_time_to_go_of_a_run_are_those_of_its_recent_steps_together(tmp_path: Path) -> None:
+    """Beside the trainer: steps that wait for samples and steps that find them there take turns, with evaluations."""
+    folder = write_run(tmp_path / "run-001", 0, total=10)
+    lane = "timeline_rollouts/generation_s"
+    ended = (3.0, 100.0, 101.0, 110.0, 111.0)
+    speeds = ((0.9, 1000.0), (0.9, 6000.0), (0.1, 1000.0), (0.9, 6000.0), (0.1, 1000.0))
+    for step, (end, (seconds, speed)) in enumerate(zip(ended, speeds, strict=True), start=1):
+        began = 1.0 if step == 1 else 90.0  # the run was resumed after its first step
+        times = {"run/step_s": 1.0, "run/time_s": end, "run/began_s": began}
+        append(folder.metrics, [{"step": step, **times, lane: seconds, "engine/tokens_per_s": speed}])
+    reader = RunReader(folder.path)
+    with folder.locked():
+        head = reader.document()["head"]
+    assert head["tokens_per_s"] == pytest.approx((0.9 * 1000 + 1.8 * 6000 + 0.2 * 1000) / 2.9)
+    assert head["step_s"] == 1
+    assert head["eta_s"] == pytest.approx(5 * 11 / 3)
+
+
 def test_only_what_is_new_is_sent(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 50, total=100)
     reader = RunReader(folder.path)

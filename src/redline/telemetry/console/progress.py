@@ -76,6 +76,10 @@ class Progress:
         else:
             self._print(Text(self._line.plain()))
 
+    def first_evaluation(self, reward: float, accuracy: float | None) -> None:
+        """What an earlier process found in the run's first evaluation: later ones say how far they are from it."""
+        self._first_evaluation = reward, accuracy
+
     def continue_from(self, step: int) -> None:
         """A resumed run has `step` steps behind it; they took no time of this process."""
         self._line.steps_done = step
@@ -122,6 +126,8 @@ class _StatusLine:
         self.steps_done = first_step
         self._rewards: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._pace: deque[float] = deque(maxlen=_RECENT_STEPS)
+        """Seconds from the end of one step to the end of the next: evaluations and checkpoints lie between."""
         self._phases: deque[Mapping[str, float]] = deque(maxlen=_RECENT_STEPS)
         self._tokens_per_s = 0.0
         self._failed = ""
@@ -143,12 +149,15 @@ class _StatusLine:
         self._step_seconds.append(step_s)
         self._phases.append(phases or {})
         self._tokens_per_s = tokens_per_s
-        self._updated = time.monotonic()
+        now = time.monotonic()
+        # Before the first step lies the start of the process, which no other step has.
+        self._pace.append(max(step_s, now - self._updated) if self._pace else step_s)
+        self._updated = now
 
     @property
     def remaining_s(self) -> float:
-        """Steps to go times the mean of the recent steps' seconds, less what has passed of the step now running."""
-        mean = sum(self._step_seconds) / len(self._step_seconds)
+        """Steps to go times the mean seconds from one recent step to the next, less what has passed since the last."""
+        mean = sum(self._pace) / len(self._pace)
         return max(0.0, (self.total_steps - self.steps_done) * mean - (time.monotonic() - self._updated))
 
     def _bottleneck(self) -> tuple[str, float] | None:

@@ -51,6 +51,27 @@ class Found(NamedTuple):
     why: str
 
 
+@dataclass(slots=True)
+class Mean:
+    """A mean that weighs: Σ weight · value / Σ weight."""
+
+    total: float = 0.0
+    weight: float = 0.0
+    num_rows: int = 0
+
+    def add(self, value: object, weight: object, steps: object) -> None:
+        """Take the value of a row that stands for `steps`. Null, and text of somebody else's, does not count."""
+        if isinstance(value, int | float) and isinstance(weight, int | float) and isinstance(steps, int | float):
+            self.total += steps * weight * value
+            self.weight += steps * weight
+            self.num_rows += 1
+
+    @property
+    def value(self) -> float | None:
+        """None where nothing weighs anything."""
+        return self.total / self.weight if self.weight > 0 else None
+
+
 class Evidence:
     """What a run left, row by row, as numbers: eight bytes for each that some metric is judged by, and nothing of the rest."""
 
@@ -58,6 +79,8 @@ class Evidence:
         self.num_rows = 0
         self.values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         """Key of `metrics.jsonl` → the values of the steps that have one."""
+        self.weighed: defaultdict[str, Mean] = defaultdict(Mean)
+        """Key of `WEIGHTS` → its mean over all steps that have both, weighed by what it is a rate of."""
         self.phases: dict[str, Counter[str]] = {PREFIX: Counter(), ROLLOUTS_PREFIX: Counter()}
         """Lane, by the prefix of its keys → seconds of each phase in all steps."""
         self.forget_samples()
@@ -75,6 +98,8 @@ class Evidence:
             value = row.get(key)
             if isinstance(value, int | float):  # not null, and no text of somebody else's
                 self.values[key].append(value)
+        for key, weight in WEIGHTS.items():
+            self.weighed[key].add(row.get(key), row.get(weight), row.get("run/steps", 1))
         self.phases[PREFIX].update(step_phases(row) if phases is None else phases)
         self.phases[ROLLOUTS_PREFIX].update(rollouts_phases(row))
 
@@ -145,6 +170,32 @@ def _of_steps(key: str, summary: Callable[[Sequence[float]], float], word: str, 
         if not values:
             return Found(None, f"no step has {key}")
         return Found(scale * summary(values), f"{word} of {key} in {len(values)} of {evidence.num_rows} steps")
+
+    return find
+
+
+def _of_all(key: str, scale: float = 1.0) -> Find:
+    """The mean of a rate over all steps, by what it is a rate of: what they made together over the time they took together."""
+
+    def find(evidence: Evidence, config: Config) -> Found:
+        mean = evidence.weighed[key]
+        if mean.value is None:
+            return Found(None, f"no step has {key}")
+        rows = f"{mean.num_rows} of {evidence.num_rows} steps"
+        return Found(scale * mean.value, f"mean of {key} in {rows}, weighed by {WEIGHTS[key]}")
+
+    return find
+
+
+def _beside_or(key: str, in_lockstep: Find) -> Find:
+    """With rollouts beside the trainer, steps that wait for groups and steps that find them there take turns: what one step
+    samples may be a tenth of what the next does, and a median of the two is no speed."""
+    of_all = _of_all(key)
+
+    def find(evidence: Evidence, config: Config) -> Found:
+        return (of_all if evidence.weighed[key].value is not None and evidence.phases[ROLLOUTS_PREFIX] else in_lockstep)(
+            evidence, config
+        )
 
     return find
 
@@ -236,17 +287,20 @@ def _why_no_samples(config: Config) -> str:
     return "telemetry.sample_every_s is 0" if not config.telemetry.sample_every_s else "there are no samples"
 
 
+_generation = _beside_or("engine/tokens_per_s", _of_steps("engine/tokens_per_s", median, "median"))
+_decoded_at_once = _beside_or("engine/batch_size_mean", _of_steps("engine/batch_size_mean", median, "median"))
+
 METRICS = (
-    Metric("generation_tokens_per_s", "generation", "tok/s", "≥", _of_steps("engine/tokens_per_s", median, "median")),
+    Metric("generation_tokens_per_s", "generation", "tok/s", "≥", _generation),
     Metric("training_tokens_per_s", "training", "tok/s", "≥", _while_training("trainer/tokens_per_s")),
-    Metric("samples_per_hour", "throughput", "samples/h", "≥", _of_steps("run/samples_per_s", median, "median", scale=3600)),
+    Metric("samples_per_hour", "throughput", "samples/h", "≥", _of_all("run/samples_per_s", scale=3600)),
     Metric("steps_per_hour", "steps", "steps/h", "≥", _steps_per_hour),
     Metric("weight_sync_s", "weight sync", "s", "<", _of_steps("weight_sync/total_s", median, "median")),
     Metric("gpu_utilization_percent", "GPU utilisation", "%", ">", _gpu_utilization),
     Metric("memory_percent", "peak memory", "%", "<", _memory),
     Metric("first_token_s", "time to first token", "s", "<", _of_steps("engine/first_token_p50_s", median, "median")),
     Metric("mfu_percent", "MFU", "%", "≥", _mfu),
-    Metric("batch_size", "decoded at once", "sequences", "≥", _of_steps("engine/batch_size_mean", median, "median")),
+    Metric("batch_size", "decoded at once", "sequences", "≥", _decoded_at_once),
     Metric("preemptions", "preemptions", "", "≤", _of_steps("engine/preemptions", sum, "sum")),
     Metric("padding_tokens", "padding", "tokens", "≤", _of_steps("trainer/padding_tokens", sum, "sum")),
     Metric("imbalance", "imbalance", "", "≤", _of_steps("trainer/imbalance", median, "median")),
@@ -265,7 +319,6 @@ KEYS = (
     "engine/preemptions",
     "engine/tokens_per_s",
     "buffer/policy_lag_max_steps",
-    "run/samples_per_s",
     "run/step_s",
     "trainer/imbalance",
     "trainer/mfu",
@@ -273,7 +326,14 @@ KEYS = (
     "trainer/tokens_per_s",
     "weight_sync/total_s",
 )
-"""Those of `metrics.jsonl` that some metric is computed from."""
+"""Those of `metrics.jsonl` that some metric is computed from, step by step."""
+
+WEIGHTS = {
+    "run/samples_per_s": "run/step_s",
+    "engine/tokens_per_s": f"{ROLLOUTS_PREFIX}generation_s",
+    "engine/batch_size_mean": "engine/steps",
+}
+"""Those of which all steps together are a metric, and what each counts by: seconds, or steps of the engine."""
 
 # ── for people ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -80,6 +80,29 @@ def test_the_live_line_is_one_line_at_any_width(width: int, total: int) -> None:
         progress._line.update(step + 1, reward=-0.123, tokens_per_s=1_234_567, step_s=123.4)
 
 
+def test_the_time_to_go_counts_what_lies_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of 8 s after every step of 2 s."""
+    now = 1000.0
+    monkeypatch.setattr("redline.telemetry.console.progress.time.monotonic", lambda: now)
+    line = Progress(100, console=console(terminal=False))._line
+    now += 60  # the model is loaded
+    for step in range(1, 51):
+        now += 2
+        line.update(step, reward=0.0, tokens_per_s=1.0, step_s=2.0)
+        if step == 1:
+            assert line.remaining_s == 99 * 2, "how long the start took says nothing of the steps"
+        now += 8
+    assert line.remaining_s == 50 * 10 - 8
+
+
+def test_after_a_resume_an_evaluation_says_how_far_it_is_from_the_first_of_the_run() -> None:
+    screen = console(terminal=False)
+    with Progress(1, console=screen) as progress:
+        progress.first_evaluation(0.25, None)
+        progress.evaluation("held-out, step 30", 0.75, 64, 3.0)
+    assert "reward  0.750  +0.500  64 answers" in output(screen)
+
+
 def test_a_second_evaluation_says_how_far_it_is_from_the_first() -> None:
     screen = console(terminal=False)
     with Progress(1, console=screen) as progress:

@@ -76,6 +76,28 @@ def test_a_good_run_meets_every_target_that_has_a_default() -> None:
     assert found["generation share"].value == pytest.approx(60)
 
 
+def test_beside_the_trainer_speeds_are_of_all_steps_together_and_not_of_a_median_step() -> None:
+    """As a run with a lag has them: one step waits for the samples of two, the next finds them there."""
+    lanes = ("timeline_rollouts/generation_s", "timeline_rollouts/wait_for_budget_s")
+    long = ROW | {"run/step_s": 0.2, "run/samples_per_s": 80.0, "engine/tokens_per_s": 6000.0, "engine/batch_size_mean": 25.0}
+    short = ROW | {"run/step_s": 0.05, "run/samples_per_s": 320.0, "engine/tokens_per_s": 1000.0, "engine/batch_size_mean": 5.0}
+    rows = [long | dict(zip(lanes, (0.19, 0.01), strict=True)) | {"engine/steps": 45}]
+    rows += [short | dict(zip(lanes, (0.01, 0.04), strict=True)) | {"engine/steps": 5}]
+    found = judged(3 * rows, [], recipe(max_lag=1))
+    assert found["throughput"].value == pytest.approx(3600 * 32 / 0.25), "16 attempts in each of two steps, which take 0.25 s"
+    assert found["steps"].value == pytest.approx(3600 * 2 / 0.25)
+    assert found["generation"].value == pytest.approx((0.19 * 6000 + 0.01 * 1000) / 0.2)
+    assert found["decoded at once"].value == pytest.approx((45 * 25 + 5 * 5) / 50)
+    assert found["throughput"].why == "mean of run/samples_per_s in 6 of 6 steps, weighed by run/step_s"
+
+
+def test_in_lockstep_the_speed_of_the_engine_is_a_median_steps_and_throughput_is_what_steps_an_hour_say() -> None:
+    slow = ROW | {"run/step_s": 8.0, "run/samples_per_s": 2.5, "engine/tokens_per_s": 100.0}
+    found = judged([slow, ROW, ROW], [], recipe())
+    assert found["generation"].value == 5000.0
+    assert found["throughput"].value == pytest.approx(20 * (found["steps"].value or 0))
+
+
 @pytest.mark.parametrize(
     ("name", "row", "sample"),
     [
