@@ -1,10 +1,13 @@
-"""Settings of the whole process: threads, kernel caches, the allocator."""
+"""Settings of the whole process: threads, kernel caches, the allocator, the garbage collector."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -36,3 +39,19 @@ def _keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+
+
+@contextmanager
+def sparing_what_is_there() -> Iterator[None]:
+    """Inside, Python's collector leaves alone what there is now: several hundred thousand objects of torch, transformers and
+    the model. A step of many attempts makes enough new ones for a full collection every few steps, a fifth of a second each.
+    Where the caller has frozen objects already, nothing happens: to thaw ours would thaw theirs."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

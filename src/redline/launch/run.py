@@ -14,7 +14,7 @@ from redline.config import Config, Resolved
 from redline.errors import EngineLostError
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
-from redline.launch.process import prepare_process
+from redline.launch.process import prepare_process, sparing_what_is_there
 from redline.launch.ranks import closing_before_the_launcher_ends_it, num_ranks, remember_launch
 from redline.launch.result import save_model
 from redline.launch.resume.began_with import refuse_other_data, remember_base, remember_data
@@ -70,7 +70,7 @@ def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, beg
             hosts = _other_hosts(config, outputs)
             stages, watch, profiler = _set_up(run, outputs, hosts, at_end, take_up if goes_on else None)
         try:
-            with _sampling(config, outputs, stages, hosts):
+            with sparing_what_is_there(), _sampling(config, outputs, stages, hosts):
                 _take_steps(config, outputs, stages, watch, profiler)
         finally:
             with span("run.close"):

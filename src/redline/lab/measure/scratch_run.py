@@ -13,6 +13,7 @@ from redline.config import Config
 from redline.launch.build import build
 from redline.launch.placement import place
 from redline.launch.preflight import load_tasks
+from redline.launch.process import sparing_what_is_there
 from redline.launch.stages import Stages
 from redline.ports import SteppedEngine
 from redline.telemetry import Progress, Recorder, RunFolder
@@ -31,7 +32,8 @@ def scratch_stages(
         quiet = Progress(config.run.steps, console=Console(quiet=True))
         stages = build(config, folder, quiet, place(config), load_tasks(config), around_engine)
         try:
-            yield stages
+            with sparing_what_is_there():
+                yield stages
         finally:
             stages.close()
 
