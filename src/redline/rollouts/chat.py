@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from redline.errors import TaskError
+from redline.errors import TaskError, boundary
 from redline.rollouts.template import ChatTemplate
 from redline.rollouts.tool_calls import THINKS, ReplyReader, ToolUse
 from redline.types import Message, Task, ToolCall, plain_copy
@@ -66,6 +66,20 @@ class Chat:
     def prompt_ids(self, task: Task) -> np.ndarray:
         """int32[tokens], ready for the assistant to go on."""
         return self.encoded(self.first_messages(task.messages))
+
+    def all_prompt_ids(self, tasks: Sequence[Task]) -> list[np.ndarray | None]:
+        """`prompt_ids` of each, encoded together. None where something is wrong: `prompt_ids` raises what it is."""
+        texts: list[str | None] = [None] * len(tasks)
+        for place, task in enumerate(tasks):
+            with boundary():
+                texts[place] = self.rendered(self.first_messages(task.messages))
+        encoded: list[list[int]] = []
+        with boundary() as caught:
+            encoded = self._template.encode_all([text for text in texts if text is not None])
+        if caught.error is not None:
+            return [None] * len(tasks)
+        ids = iter(encoded)
+        return [None if text is None else np.array(next(ids), dtype=np.int32) for text in texts]
 
     def shortened_prompt_ids(self, task: Task, limit: int) -> np.ndarray:
         """The same with at most `limit` tokens: the last user message loses its beginning, and keeps its end and the suffix.

@@ -251,12 +251,12 @@ class Dispatcher:
         """n scored attempts at each task, in the calling thread. The indices choose their randomness."""
         began = time.perf_counter()
         with span("rollouts.prompts"):
-            posed = [
-                self._episodes.group(task, i, n, temperature, began, is_here=True)
-                if self._episodes
-                else self._posing.pose(task, i, n, temperature, began)
-                for task, i in zip(tasks, indices, strict=True)
-            ]
+            posed: Sequence[Posed]
+            if episodes := self._episodes:
+                each = zip(tasks, indices, strict=True)
+                posed = [episodes.group(task, i, n, temperature, began, is_here=True) for task, i in each]
+            else:
+                posed = self._posing.pose(tasks, indices, [(0, 0.0)] * len(tasks), n, temperature, began)
         return self._attempt_here(posed, n, self._version)
 
     def _attempt_here(self, posed: Sequence[Posed], n: int, version: int) -> list[list[Trajectory]]:
@@ -293,22 +293,36 @@ class Dispatcher:
         with span("rollouts.tasks"):
             tasks = self._source.train(indices)
         with span("rollouts.prompts"):
-            return [self._posed(task, index, began, self._version) for task, index in zip(tasks, indices, strict=True)]
+            return self._posed(tasks, indices, began, self._version)
 
-    def _posed(self, task: Task | Failure, index: int, began: float, version: int) -> Posed:
-        if isinstance(task, Failure):
-            return Refused(index, Task(f"train({index})", []), task, began)
-        size, temperature, order = self.config.group_size, self.config.temperature, self._lengths.order(task.id, version)
-        posed: Posed
-        if self._episodes:
+    def _posed(self, tasks: Sequence[Task | Failure], indices: Sequence[int], began: float, version: int) -> list[Posed]:
+        pairs = list(zip(tasks, indices, strict=True))
+        fetched = [(task, index) for task, index in pairs if isinstance(task, Task)]
+        groups = iter(self._groups(fetched, began, version))
+        return [
+            Refused(index, Task(f"train({index})", []), task, began) if isinstance(task, Failure) else next(groups)
+            for task, index in pairs
+        ]
+
+    def _groups(self, fetched: Sequence[tuple[Task, int]], began: float, version: int) -> Sequence[Posed]:
+        tasks, indices = [task for task, _ in fetched], [index for _, index in fetched]
+        size, temperature = self.config.group_size, self.config.temperature
+        orders = [self._lengths.order(task.id, version) for task in tasks]
+        groups: Sequence[Posed]
+        if episodes := self._episodes:
             is_here = self._workers is None
-            posed = self._episodes.group(task, index, size, temperature, began, is_here=is_here, oversamples=True)
-            posed.begins = order
+            played = [
+                episodes.group(task, i, size, temperature, began, is_here=is_here, oversamples=True) for task, i in fetched
+            ]
+            for group, order in zip(played, orders, strict=True):
+                group.begins = order
+            groups = played
         else:
-            posed = self._posing.pose(task, index, size, temperature, began, order)
-        if not isinstance(posed, Refused):
-            posed.expected_tokens = self._lengths.of(task.id)
-        return posed
+            groups = self._posing.pose(tasks, indices, orders, size, temperature, began)
+        for posed in groups:
+            if not isinstance(posed, Refused):
+                posed.expected_tokens = self._lengths.of(posed.task.id)
+        return groups
 
     def _submit(self, play: GroupPlay) -> None:
         with self._changed:  # nothing is received before its number is known
@@ -371,7 +385,7 @@ class Dispatcher:
         def end(tasks: Sequence[Task | Failure]) -> GroupPlay | EpisodeGroup | TrajectoryGroup:
             """A group of failed attempts where there is nothing to ask the engine for."""
             with span("rollouts.prompts"):
-                posed = self._posed(tasks[0], index, began, version)
+                [posed] = self._posed(tasks, [index], began, version)
             if isinstance(posed, Refused):
                 return self._grouped(posed, failed_attempts(posed.failure, self.config.group_size, version))
             return posed

@@ -13,7 +13,7 @@ from redline.rollouts.play import Attempt, GroupPlay, SharedRequest
 from redline.rollouts.prompts import Prompts
 from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.user_code.failures import failure_of
-from redline.types import Failure, Message, SamplingParams, Task
+from redline.types import Failure, GenerateRequest, Message, SamplingParams, Task, plain_copy
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +27,17 @@ class Refused:
     """On `time.perf_counter`."""
 
 
+@dataclass(slots=True, frozen=True)
+class _Begun:
+    """The attempts at a task, each of which has asked the policy."""
+
+    attempts: Sequence[Attempt]
+    asked: Sequence[tuple[Task, SamplingParams]]
+    """What they ask, each once."""
+    askers: Sequence[Sequence[int]]
+    """Which of the attempts ask it."""
+
+
 class Posing:
     """Begins the attempts at tasks."""
 
@@ -37,39 +48,58 @@ class Posing:
         self._stop_token_ids, self._seed = setup.stop_token_ids, setup.seed
 
     def pose(
-        self, task: Task, index: int, n: int, temperature: float, began: float, order: Order = (0, 0.0)
-    ) -> GroupPlay | Refused:
-        """Begin n attempts at a task. The index chooses their randomness, the order when they begin."""
-        sampling = SamplingParams(
+        self, tasks: Sequence[Task], indices: Sequence[int], orders: Sequence[Order], n: int, temperature: float, began: float
+    ) -> list[GroupPlay | Refused]:
+        """Begin n attempts at each task. The indices choose their randomness, the orders when they begin."""
+        begun = [self._begun(task, index, n, temperature) for task, index in zip(tasks, indices, strict=True)]
+        asked = [ask for group in begun if isinstance(group, _Begun) for ask in group.asked]
+        requests = iter(self._prompts.requests(asked))
+        posed: list[GroupPlay | Refused] = []
+        for task, index, order, group in zip(tasks, indices, orders, begun, strict=True):
+            if isinstance(group, Failure):
+                posed.append(Refused(index, task, group, began))
+                continue
+            shared = _shared([next(requests) for _ in group.asked], group, task, order)
+            if isinstance(shared, Failure):
+                posed.append(Refused(index, task, shared, began))
+            else:
+                posed.append(GroupPlay(index, task, group.attempts, shared, began))
+        return posed
+
+    def _begun(self, task: Task, index: int, n: int, temperature: float) -> _Begun | Failure:
+        """One request for all attempts that ask the same: their prompt is computed once."""
+        with boundary() as caught:
+            attempts = [Attempt(self._environment, task) for _ in range(n)]
+            asked: list[tuple[Task, SamplingParams]] = []
+            askers: list[list[int]] = []
+            for place, (messages, own) in enumerate(_same([attempt.asked for attempt in attempts])):
+                asked.append(
+                    (replace(task, messages=plain_copy(messages)), self._sampling(index, place, len(own), temperature))
+                )
+                askers.append(own)
+        return _Begun(attempts, asked, askers) if caught.error is None else failure_of("task", caught.error)
+
+    def _sampling(self, index: int, place: int, n: int, temperature: float) -> SamplingParams:
+        seed = (self._seed << 32) + index
+        return SamplingParams(
             max_tokens=self._max_new_tokens,
             n=n,
             temperature=temperature,
             stop_token_ids=self._stop_token_ids,
-            seed=(self._seed << 32) + index,
+            seed=seed if place == 0 else _another_seed(seed, place),
         )
-        requests: Sequence[SharedRequest] | Failure = ()
-        with boundary() as caught:
-            attempts = [Attempt(self._environment, task) for _ in range(n)]
-            requests = self._requests(task, [attempt.asked for attempt in attempts], sampling, order)
-        if caught.error is not None:
-            requests = failure_of("task", caught.error)
-        if isinstance(requests, Failure):
-            return Refused(index, task, requests, began)
-        return GroupPlay(index, task, attempts, requests, began)
 
-    def _requests(
-        self, task: Task, asked: Sequence[Sequence[Message]], sampling: SamplingParams, order: Order
-    ) -> list[SharedRequest] | Failure:
-        """One request for all attempts that ask the same: their prompt is computed once."""
-        requests: list[SharedRequest] = []
-        for place, (messages, attempts) in enumerate(_same(asked)):
-            posed = task if messages is task.messages else replace(task, messages=messages)
-            seed = sampling.seed if place == 0 else _another_seed(sampling.seed, place)
-            request = self._prompts.request(posed, replace(sampling, n=len(attempts), seed=seed))
-            if isinstance(request, Failure):
-                return request
-            requests.append(SharedRequest(replace(request, order=order, task=task.id), attempts))
-        return requests
+
+def _shared(
+    requests: Sequence[GenerateRequest | Failure], group: _Begun, task: Task, order: Order
+) -> list[SharedRequest] | Failure:
+    """The requests with who asks them; the first failure where there is one."""
+    shared: list[SharedRequest] = []
+    for request, askers in zip(requests, group.askers, strict=True):
+        if isinstance(request, Failure):
+            return request
+        shared.append(SharedRequest(replace(request, order=order, task=task.id), askers))
+    return shared
 
 
 def _same(asked: Sequence[Sequence[Message]]) -> list[tuple[Sequence[Message], list[int]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -36,9 +36,17 @@ class Prompts:
             self._hint = "leave the task out, or lower rollouts.max_new_tokens"
         self._sampling = SamplingParams(max_tokens=config.max_new_tokens, n=config.group_size)
 
-    def request(self, task: Task, sampling: SamplingParams) -> GenerateRequest | Failure:
+    def requests(self, asked: Sequence[tuple[Task, SamplingParams]]) -> list[GenerateRequest | Failure]:
+        """`request` of each. The prompts of many are encoded together."""
+        whole: Sequence[np.ndarray | None] = [None] * len(asked)
+        if len(asked) > 1 and not self._truncates:
+            whole = self._chat.all_prompt_ids([task for task, _ in asked])
+        return [self.request(task, sampling, ids) for (task, sampling), ids in zip(asked, whole, strict=True)]
+
+    def request(self, task: Task, sampling: SamplingParams, prompt_ids: np.ndarray | None = None) -> GenerateRequest | Failure:
+        """`prompt_ids`: its whole prompt, where that is encoded already."""
         with boundary() as caught:
-            request = GenerateRequest(self.tokens(task), sampling)
+            request = GenerateRequest(self.tokens(task, prompt_ids), sampling)
             self._check(request)
         return request if caught.error is None else failure_of("prompt", caught.error)
 
@@ -47,12 +55,14 @@ class Prompts:
         request = self.request(task, self._sampling)
         return request if isinstance(request, Failure) else None
 
-    def tokens(self, task: Task) -> np.ndarray:
-        """int32[tokens]. Raises TaskError where they are too many, and whatever the chat template has against the task."""
-        if self._limit is None:
-            return self._chat.prompt_ids(task)
-        tokens = self._chat.shortened_prompt_ids(task, self._limit) if self._truncates else self._chat.prompt_ids(task)
-        if len(tokens) > self._limit:
+    def tokens(self, task: Task, prompt_ids: np.ndarray | None = None) -> np.ndarray:
+        """int32[tokens]. Raises TaskError where they are too many, and whatever the chat template has against the task.
+        `prompt_ids` as in `request`."""
+        if self._limit is not None and self._truncates:
+            tokens = self._chat.shortened_prompt_ids(task, self._limit)
+        else:
+            tokens = self._chat.prompt_ids(task) if prompt_ids is None else prompt_ids
+        if self._limit is not None and len(tokens) > self._limit:
             cut = ", however much of its last user message is cut" if self._truncates else ""
             raise TaskError(f"a prompt of {len(tokens)} tokens, but {self._why}{cut}", self._hint)
         return tokens

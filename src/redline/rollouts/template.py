@@ -39,6 +39,7 @@ class ChatTemplate:
             hint = "use an instruction-tuned model, or put a chat_template.jinja into its folder"
             raise TaskError("the model's tokenizer has no chat template", hint)
         self._tokenizer = tokenizer
+        self._encodes_in_bulk = _encodes_in_bulk(tokenizer)
 
     @property
     def published_parser(self) -> Callable[[str], Mapping[str, Any]] | None:
@@ -125,6 +126,13 @@ class ChatTemplate:
             ids += self._encode_further(piece)
         return ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each. Many at once take less time than one by one."""
+        if not self._encodes_in_bulk or any(BREAK in text for text in texts):
+            return [self.encode(text) for text in texts]
+        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return ids
+
     def encode_tail(self, tail: str, has_ended: bool) -> list[int]:
         """The tokens of a `tail`. Where the reply has ended its turn with a stop token, that one stands in place of the control
         token with which the template ends it."""
@@ -158,3 +166,15 @@ class ChatTemplate:
 
 def _broken(control_token: re.Match[str]) -> str:
     return control_token[0][0] + BREAK + control_token[0][1:]
+
+
+def _encodes_in_bulk(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it takes many texts at once, on all cores, and makes of each what it makes of it alone."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    return (
+        getattr(kind, "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
+        and kind.encode is PreTrainedTokenizerBase.encode
+        and kind.__call__ is PreTrainedTokenizerBase.__call__
+    )

@@ -85,8 +85,12 @@ def test_a_task_with_one_reply_is_encoded_as_ever(
         messages.insert(0, {"role": "system", "content": system})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     task = Task("t", [{"role": "user", "content": question}])
-    prompt = Chat(tokenizer, system, suffix, prefix).prompt_ids(task)
+    chat = Chat(tokenizer, system, suffix, prefix)
+    prompt = chat.prompt_ids(task)
     assert prompt.tolist() == tokenizer.encode(text + prefix, add_special_tokens=False)
+    other = Task("t", [{"role": "user", "content": question[::-1] + "?"}])
+    together = chat.all_prompt_ids([task, other, task])
+    assert [ids.tolist() for ids in together if ids is not None] == [chat.prompt_ids(t).tolist() for t in (task, other, task)]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -569,6 +569,95 @@ def test_prompt_ids_are_tokenised_once_with_special_tokens_as_one_id_each() -> N
     assert prompt.tolist() == [START, *ids("user\na"), END, *ids("\n"), START, *ids("assistant\n")]
 
 
+class Backwards(PreTrainedTokenizerFast):
+    """Encodes in a way of its own."""
+
+    def encode(self, *arguments: Any, **options: Any) -> list[int]:
+        return super().encode(*arguments, **options)[::-1]
+
+
+QUESTIONS = ["one", "", "two  lines\n", "ends <|im_end|> here", "漢字 🙂", "one", "a \ud800 half", "x" * 300]
+
+
+@pytest.mark.parametrize("left_out", ["", "<|im_end|>"])
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Backwards])
+def test_prompts_that_are_encoded_together_are_those_that_are_encoded_alone(kind: type[Any], left_out: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.__class__ = kind
+    chat = Chat(tokenizer, "count", " now", "It is")
+    questions = [question for question in QUESTIONS if not left_out or left_out not in question]
+    tasks = [Task("t", [{"role": "user", "content": question}]) for question in questions]
+    together = chat.all_prompt_ids(tasks)
+    assert [ids.tolist() for ids in together if ids is not None] == [chat.prompt_ids(task).tolist() for task in tasks]
+    assert {ids.dtype for ids in together if ids is not None} == {np.dtype(np.int32)}
+
+
+def test_a_prompt_that_cannot_be_rendered_leaves_those_beside_it_alone() -> None:
+    chat = Chat(strict_tokenizer(), None, "")
+    good, bad = (Task("t", [{"role": role, "content": "one"}]) for role in ("user", "nobody"))
+    first, none, last = chat.all_prompt_ids([good, bad, good])
+    assert none is None
+    assert first is not None
+    assert last is not None
+    assert first.tolist() == last.tolist() == chat.prompt_ids(good).tolist()
+    assert chat.all_prompt_ids([]) == []
+
+
+def test_a_tokenizer_that_refuses_texts_together_is_given_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = PreTrainedTokenizerFast._encode_plus
+
+    def one_by_one(self: Any, text: Any, **options: Any) -> Any:
+        assert isinstance(text, str), "several"
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", one_by_one)
+    engine = say("one", "three")
+    groups = collect(make_rollouts(FakeTasks(), engine), 3, version=0)
+    assert all(t.failure is None for group in groups for t in group.trajectories)
+    assert "question 2" in TOKENIZER.decode(engine.requests[2].prompt_ids)
+
+
+def test_the_prompts_of_a_step_take_one_call_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    encode = PreTrainedTokenizerFast._encode_plus
+
+    def counted(self: Any, text: Any, **options: Any) -> Any:
+        calls.append(text)
+        return encode(self, text, **options)
+
+    rollouts = make_rollouts(FakeTasks(), say("one", "three"))
+    collect(rollouts, 3, version=0)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
+    collect(rollouts, 3, version=1)
+    [together] = [texts for texts in calls if "question" in str(texts)]  # the engine encodes its answers too
+    assert [f"question {i}" in text for i, text in enumerate(together, 3)] == [True] * 3
+
+
+class OneList:
+    """An environment that asks with the same list of messages every time."""
+
+    asks_once = True
+
+    def __init__(self, score: Any) -> None:
+        self._messages: list[dict[str, str]] = []
+
+    async def play(self, task: Task, policy: Any) -> float:
+        self._messages[:] = [dict(message) for message in task.messages]
+        self._messages[0]["content"] += "!"
+        await policy.say(self._messages)
+        return 1.0
+
+
+def test_an_environment_may_use_its_list_of_messages_again() -> None:
+    engine = say("one", "three")
+    settings = settings_of()
+    setup = RolloutSetup(FakeTasks(), OneList, Chat(TOKENIZER, None, ""), settings, (END,), 0, max_reward_workers=1)
+    MADE.append(Dispatcher(EngineSession(engine), setup))
+    collect(MADE[-1], 3, version=0)
+    asked = [TOKENIZER.decode(request.prompt_ids) for request in engine.requests]
+    assert [f"question {i}!" in text for i, text in enumerate(asked)] == [True] * 3
+
+
 def test_texts_have_no_special_tokens() -> None:
     answers = [np.array([*ids("seven"), END], dtype=np.int32), np.array([END], dtype=np.int32)]
     assert Chat(TOKENIZER, None, "").texts(answers) == ["seven", ""]
