@@ -27,6 +27,7 @@ from rich.console import Console
 from redline.child import end_soon_after, take_stdout
 from redline.config import Config, load_recipe, resolve
 from redline.engine.stats import metrics_between
+from redline.lab.compare.left_out import LEFT_OUT
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.launch.process import prepare_process
 from redline.models.files.sources import model_folder
@@ -102,9 +103,8 @@ def _recipe(task: dict[str, Any]) -> Config:
     """Other tasks and samples in every pair, from the same weights: a model made from a seed keeps the recipe's."""
     path, overrides = Path(task["recipe"]), list(task["overrides"])
     config = load_recipe(path, overrides)
-    own = [f"run.seed={config.run.seed + task['seed']}", "run.checkpoint_every=0"]
+    own = [f"run.seed={config.run.seed + task['seed']}", *(f"{key}={value}" for key, value in LEFT_OUT.items())]
     own.append(f"run.steps={max(config.run.steps, MOST_STEPS)}")  # or the buffer would begin nothing after the recipe's last
-    own += ["rollouts.evaluation.num_tasks=0", "rollouts.evaluation.stop_at=null"]
     if config.model.path.startswith("builtin:"):
         own.append(f"model.path={json.dumps(str(model_folder(config.model.path, config.run.seed)))}")
     return resolve(load_recipe(path, [*overrides, *own])).config

@@ -23,6 +23,7 @@ from redline.config import load_recipe, refuse_without_effect, resolve
 from redline.config.earlier import as_of_now
 from redline.errors import CompareError, ConfigError
 from redline.lab.bench.settings import make_settings
+from redline.lab.compare.left_out import between_steps
 from redline.lab.compare.worker import Job
 from redline.launch.preflight import check_inputs
 
@@ -57,6 +58,11 @@ def jobs(a: str, b: str, what: What) -> Iterator[tuple[Job, Job]]:
     """Everything that can be checked without running it is. Worktrees are removed when the block ends."""
     if is_saved(a) or is_saved(b):
         raise ConfigError(f"{a} and {b}: a saved result can only be compared with another one", "give two of them")
+    if in_vain := between_steps([*what.a_overrides, *what.b_overrides]):
+        raise ConfigError(
+            f"{in_vain[0]}: without effect here: steps are compared, and neither side evaluates or writes checkpoints",
+            "leave it out; what they take is in `redline show RUN --ledger`: run.evaluate, run.checkpoint",
+        )
     if _is_recipe(a) != _is_recipe(b):
         raise ConfigError(f"{a} and {b} are not of one kind", "two recipes, or two of git:REV and source trees with --recipe")
     with contextlib.ExitStack() as stack:

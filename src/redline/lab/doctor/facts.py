@@ -156,6 +156,12 @@ class Facts:
         """The mean over the samples of rank 0's machine; None where there is none."""
         return _mean(self.samples.get(figure))
 
+    @property
+    def how_to_sample(self) -> str:
+        """What would give a run without samples of its machine some."""
+        every: float = self.setting("telemetry.sample_every_s", 0.0)
+        return f"steady steps that take longer than {every:g} s have samples" if every else "telemetry.sample_every_s=1 does"
+
     def elsewhere(self) -> Iterator[tuple[str, Facts]]:
         """Every other machine that was sampled, with the same facts but its samples in the place of those of rank 0's."""
         for name, samples in self.hosts.items():

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from redline.lab.compare.left_out import is_between_steps
+
 
 @dataclass(slots=True, frozen=True)
 class Evidence:
@@ -64,8 +66,8 @@ class Finding:
         return tuple(f"{key}={_written(value)}" for key, value in self.change.items())
 
     def proof(self, run: str) -> str:
-        """The command that measures the change against the run's own recipe; empty where no key is changed."""
-        if not self.change:
+        """The command that measures the change against the run's own recipe; empty where no key of a step is changed."""
+        if not self.change or any(map(is_between_steps, self.change)):
             return ""
         side = shlex.quote(run)
         return f"redline compare {side} {side} " + " ".join(f"--b {shlex.quote(override)}" for override in self.overrides)

@@ -111,7 +111,8 @@ class Proof:
         """One sentence: whether the probe bears a finding out."""
         found = next((probed for probed in self.probed if probed.part == PARTS.get(finding.cause)), None)
         if found is None:
-            return f"{finding.cause}: delays cannot show it; the command after `prove:` can"
+            told = "the command after `prove:` can" if finding.proof(self.diagnosis.run) else "a run with the change does"
+            return f"{finding.cause}: delays cannot show it; {told}"
         return (
             f"{finding.cause}: "
             + {

@@ -39,6 +39,8 @@ def _finding(place: int, finding: Finding, diagnosis: Diagnosis) -> Iterator[str
         yield f"   {finding.advice}"
     if proof := finding.proof(diagnosis.run):
         yield f"   prove: {proof}"
+    elif finding.change:
+        yield "   prove: with a second run; `redline compare` times steps, and this lies between them"
 
 
 def _evidence(evidence: Evidence) -> str:

@@ -54,6 +54,8 @@ def test_a_source_tree_runs_a_case() -> None:
         (TREE, TREE, What(case="trainer", overrides=["tokns=3"]), "unknown key"),
         (str(RECIPE), str(RECIPE), What(case="trainer"), "is a recipe"),
         (str(RECIPE), str(RECIPE), What(b_overrides=["trainer.learing_rate=1"]), "unknown key"),
+        (str(RECIPE), str(RECIPE), What(b_overrides=["rollouts.evaluation.every=13"]), "neither side evaluates"),
+        (str(RECIPE), str(RECIPE), What(a_overrides=["run.checkpoint_every=2"]), "neither side evaluates"),
         ("nowhere", TREE, What(case="trainer", overrides=["device=cpu"]), "no recipe"),
         ("old.json", TREE, What(case="trainer"), "only be compared with another one"),
         ("missing.yaml", "missing.yaml", What(), "no such recipe"),

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from redline.engine.native.speculation.replay import Replayed
-from redline.lab.doctor.doctor import RULES, examined
+from redline.lab.doctor.doctor import RULES, Diagnosis, examined
 from redline.lab.doctor.facts import Facts
 from redline.lab.doctor.finding import Abstention, Finding
 from redline.lab.doctor.guesses import Guesses, Pair
+from redline.lab.doctor.text import lines_of
+from redline.runs.verdict import Bound
 from redline.telemetry.ledger import LaneLedger, Ledger
 
 STEPS = 12
@@ -295,6 +297,21 @@ def test_what_was_not_recorded_is_said() -> None:
     assert {"noisy_neighbour", "throttling", "cpu_bound", "offload_not_needed"} <= {
         answer.cause for answer in examined(unsampled)[1] if isinstance(answer, Abstention)
     }
+
+
+@pytest.mark.parametrize(("every", "advice"), [(0, "telemetry.sample_every_s=1 does"), (1.0, "steady steps that take longer")])
+def test_a_run_that_asked_for_samples_is_not_told_to_ask_for_them(every: float, advice: str) -> None:
+    answer = RULES["noisy_neighbour"](facts(LOCKSTEP, {"telemetry.sample_every_s": every}, {}))
+    assert isinstance(answer, Abstention)
+    assert advice in answer.why
+
+
+def test_what_lies_between_steps_is_not_to_be_proven_by_a_comparison_of_steps() -> None:
+    found = examined(PLANTED["frequent_evaluation"])[0][0]
+    assert found.change
+    assert found.proof("runs/demo-001") == ""
+    diagnosis = Diagnosis("runs/demo-001", Bound("bound by it", ()), (found,), (), wall_s=10.0, num_steps=STEPS)
+    assert "prove: with a second run" in "\n".join(lines_of(diagnosis))
 
 
 def test_prompts_of_engines_apart_are_not_taken_for_free() -> None:

@@ -174,7 +174,7 @@ def too_much_tensor_parallelism(facts: Facts) -> Answer:
         return None
     if weights is None or memory is None:
         return Abstention(
-            "too_much_tensor_parallelism", "the sizes of weights and GPU were not recorded; telemetry.sample_every_s=1 does"
+            "too_much_tensor_parallelism", f"the sizes of weights and GPU were not recorded; {facts.how_to_sample}"
         )
     if weights > 0.4 * memory:
         return None

@@ -60,7 +60,7 @@ def _worst(here: Answer, elsewhere: Iterable[Answer]) -> Answer:
 def _neighbour(facts: Facts, where: str, parts: Parts, assumption: str) -> Answer:
     machine, own = facts.sampled("host/machine_cpu_percent"), facts.sampled("host/cpu_percent")
     if machine is None or own is None:
-        return Abstention("noisy_neighbour", "the machine was not sampled; telemetry.sample_every_s=1 does")
+        return Abstention("noisy_neighbour", f"the machine was not sampled; {facts.how_to_sample}")
     cores = facts.sampled("host/cores") or usable_cores(facts)
     children = facts.sampled("host/children_cpu_percent") or 0.0
     others = machine - (own + children) / cores

@@ -58,7 +58,7 @@ def checkpointing_not_needed(facts: Facts) -> Answer:
         return None
     free = _free_share(facts)
     if free is None:
-        return Abstention("checkpointing_not_needed", "memory was not recorded; telemetry.sample_every_s=1 does")
+        return Abstention("checkpointing_not_needed", f"memory was not recorded; {facts.how_to_sample}")
     if free < HEADROOM:
         return None
     again = {"full": 1.0, "selective": 0.5, "light": 0.2}.get(kind, 0.4)
