@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from redline.serve.answers import documents, generation
 from redline.serve.answers.documents import Choice
 from redline.serve.requests.calls import Served, make_call
 from redline.serve.requests.limits import ServeLimits
-from redline.serve.requests.protocol import CompletionRequest
+from redline.serve.requests.protocol import CompletionRequest, read_request
 from redline.serve.vocabulary import Vocabulary
 from redline.types import Completion, FinishReason, VersionSpan
 
@@ -372,8 +373,28 @@ def test_what_asks_for_nothing_is_ignored(here: Site, fields: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
+    ("field", "meant"),
+    [("temperture", "temperature"), ("max_tokns", "max_tokens"), ("stops", "stop"), ("top_logprob", "top_logprobs")],
+)
+def test_an_option_with_a_slip_of_the_pen_is_refused(here: Site, field: str, meant: str) -> None:
+    """Ignored, it would give another answer than was asked for."""
+    answer = here.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], field: 1})
+    assert refusal(answer)[:2] == (400, field)
+    assert f"did you mean {meant}?" in answer.json()["error"]["message"]
+
+
+def test_looking_for_slips_of_the_pen_takes_no_time_of_others() -> None:
+    """However many fields a body has, and however long their names are."""
+    values = {f"max_tokens_{number}".ljust(size, "x"): 1 for number in range(20_000) for size in (32, 4096)}
+    begun = time.process_time()
+    read_request(CompletionRequest, {"prompt": "hi", **values})
+    assert time.process_time() - begun < 0.5
+
+
+@pytest.mark.parametrize(
     "message",
     [
+        {"role": "user", "contnt": "x"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
         {"role": "assistant", "tool_calls": [{"id": "1"}]},
         {"content": "x"},

@@ -1,13 +1,15 @@
 """What a client may send, as pydantic reads it, and how it is told that it may not.
 
-The names are OpenAI's, and vLLM's where OpenAI has none. An unknown field is ignored, since clients send extra ones. A
-field that asks for something we know and cannot do is refused: `NOT_SUPPORTED`.
+The names are OpenAI's, and vLLM's where OpenAI has none. An unknown field is ignored, since clients send extra ones, unless
+it is one of ours with a slip of the pen. A field that asks for something we know and cannot do is refused: `NOT_SUPPORTED`.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from difflib import get_close_matches
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator, model_validator
@@ -49,6 +51,10 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Field → the values, beside null, that ask for nothing. Any other value of it is refused."""
+
+LOOKED_AT, LONGEST_NAME, ALIKE = 8, 32, 0.85
+"""How many unknown fields of a request are compared with ours, of how many characters at most, and the share of them from which
+on a name is taken for ours: looking takes the time of other clients."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -177,9 +183,13 @@ class ChatMessage(_Fields):
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_no_tools(cls, message: Any) -> Any:
-        if isinstance(message, dict) and (message.get("tool_calls") or message.get("function_call")):
+    def _says_something_and_calls_no_tools(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        if message.get("tool_calls") or message.get("function_call"):
             raise ValueError("tool calls are not supported")
+        if "content" not in message:  # the field has a default, since an assistant's may be null
+            raise ValueError("the message has no content")
         return message
 
 
@@ -267,10 +277,20 @@ def read_request(kind: type[Request], values: Any) -> Request:
             raise ApiError(
                 400, f"{name} is not supported by this server; leave it out", param=name, code="unsupported_parameter"
             )
+    _refuse_misspelt(kind, values)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_context=False)[0]) from error
+
+
+def _refuse_misspelt(kind: type[_Request], values: Mapping[str, Any]) -> None:
+    """Raise `ApiError` for an option that is spelt almost as one of ours: without it the answer would be another one."""
+    options = [name for name, field in kind.model_fields.items() if not field.is_required() and name != "model"]
+    unknown = (name for name in values if name not in kind.model_fields and name not in NOT_SUPPORTED)
+    for name in islice((name for name in unknown if len(name) <= LONGEST_NAME), LOOKED_AT):
+        if near := get_close_matches(name, options, n=1, cutoff=ALIKE):
+            raise ApiError(400, f"unknown field {name!r}; did you mean {near[0]}?", param=name)
 
 
 def _refusal(problem: Mapping[str, Any]) -> ApiError:
