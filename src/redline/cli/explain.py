@@ -245,8 +245,15 @@ def chosen(prefix: str | None) -> list[Group]:
 
 
 def _suggestion(prefix: str, every: tuple[Group, ...]) -> str:
-    near = difflib.get_close_matches(prefix, [key.name for group in every for key in group.keys], n=1)
-    return f"did you mean {near[0]}?" if near else "`redline keys` prints all of them"
+    from redline.config.elsewhere import ELSEWHERE
+
+    last = prefix.rpartition(".")[2]
+    if last in ELSEWHERE:
+        return f"did you mean {ELSEWHERE[last]}?"
+    names = [key.name for group in every for key in group.keys]
+    whole = {part: name for name in reversed(names) for part in (name, name.rpartition(".")[2])}
+    near = difflib.get_close_matches(prefix, whole, n=1)
+    return f"did you mean {whole[near[0]]}?" if near else "`redline keys` prints all of them"
 
 
 def text_of(found: list[Group], width: int) -> str:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from redline.config.earlier import as_of_now
+from redline.config.elsewhere import ELSEWHERE
 from redline.config.engine_recipe import EngineRecipe
 from redline.config.problems import entries_of_bare_value, explain, locate, sections_with_key
 from redline.config.schema import Config
@@ -192,6 +193,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     parts = key.split(".")
     if not equals or len(parts) < 2 or not all(parts):
         near = [f"did you mean {section}.{override}?" for section in sections_with_key(key) if equals]
+        near += [f"did you mean {ELSEWHERE[key]}={text}?"] if equals and key in ELSEWHERE else []
         hint = near[0] if near else "for example run.steps=20"
         raise ConfigError(f"override {override!r} is not of the form section.key=value", hint)
     put(values, parts, _text(text, override, parts) if _is_text(parts) else _parsed(text, override), override)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from redline.config.schema import Config
@@ -9,6 +11,9 @@ from redline.config.sections.environment import EnvironmentConfig
 from redline.config.sections.tasks import FileTask, ImportTask, TaskConfig
 from redline.config.trained_step import checkpoints_in, is_of_newest_checkpoint, step_of
 from redline.errors import ConfigError
+
+MOST_NAMES = 10_000
+"""Names of a folder that are looked at for one that was meant."""
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -37,6 +42,16 @@ def is_run_folder(path: Path) -> bool:
     """Whether a run has made this folder. A model's folder has a config.json too, but its weights lie beside it."""
     has_both = (path / "config.json").is_file() and (path / "checkpoints").is_dir()
     return has_both and not any(path.glob("*.safetensors"))
+
+
+def named_alike(path: Path) -> str:
+    """`did you mean …?` with what lies where this file or folder would and has almost its name; empty where nothing does."""
+    try:
+        names = [found.name for found in islice(path.parent.iterdir(), MOST_NAMES)]
+    except OSError:
+        return ""
+    near = get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f"did you mean {path.parent / near[0]}?" if near else ""
 
 
 def runs_beside(path: Path) -> list[str]:

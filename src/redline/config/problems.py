@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from redline.addresses import without_login
 from redline.config.earlier import EARLIER, EARLIER_TASK_KINDS
+from redline.config.elsewhere import ELSEWHERE
 from redline.config.schema import Config
 from redline.config.section import Entries
 from redline.errors import boundary
@@ -132,7 +133,9 @@ def _unknown_key(place: Place) -> Problem:
     known = sorted(place.section.model_fields) if place.section else []
     near = difflib.get_close_matches(last, known, n=1)
     elsewhere = sections_with_key(last)
-    if near:
+    if last in ELSEWHERE:
+        fix = f"did you mean {ELSEWHERE[last]}?"
+    elif near:
         fix = f"did you mean {parent}.{near[0]}?" if parent else f"did you mean {near[0]}?"
     elif elsewhere:
         fix = f"did you mean {elsewhere[0]}.{last}?"

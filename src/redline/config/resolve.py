@@ -11,7 +11,7 @@ from pathlib import Path
 from redline.config.algorithms import check_algorithm, fill_algorithm, recomputes_old_logprobs
 from redline.config.engine_recipe import EngineRecipe
 from redline.config.installation import how_to_install
-from redline.config.paths import is_adapter, is_run_folder, model_of_run, runs_beside, with_absolute_paths
+from redline.config.paths import is_adapter, is_run_folder, model_of_run, named_alike, runs_beside, with_absolute_paths
 from redline.config.schema import Config
 from redline.config.sections.engine import RunEngineConfig
 from redline.config.sections.model import ModelConfig
@@ -128,7 +128,7 @@ def _check_files(task: FileTask) -> None:
     if not task.path.exists():
         raise ConfigError(
             f"rollouts.task.path = {str(task.path)!r}: no such file or folder",
-            "give a file with one JSON object per line, a Parquet file, or a folder of such files",
+            named_alike(task.path) or "give a file with one JSON object per line, a Parquet file, or a folder of such files",
         )
     if task.extract == "math" and not _installed("math_verify"):
         raise ConfigError("rollouts.task.extract = 'math': the package math-verify is not installed", how_to_install("math"))
@@ -160,19 +160,28 @@ def _check_model(path: str) -> None:
         model_of_run(local)
     elif local.is_dir():
         if not (local / "config.json").is_file() and not is_adapter(local):
-            raise ConfigError(f"model.path = {path!r}: the folder has no config.json", "give a Hugging Face model folder")
+            raise ConfigError(f"model.path = {path!r}: the folder has no config.json", _model_near(local))
     elif path.endswith(".gguf"):
         if not local.is_file():
-            raise ConfigError(f"model.path = {path!r}: no such file", "give the path of a .gguf file")
+            raise ConfigError(f"model.path = {path!r}: no such file", named_alike(local) or "give the path of a .gguf file")
     elif runs := runs_beside(local):  # nobody on the hub is called as a folder of runs is
         near = difflib.get_close_matches(local.name, runs, n=1) or runs[-1:]
         raise ConfigError(f"model.path = {path!r}: no such run", f"did you mean {local.parent / near[0]}?")
     elif not _may_be_hub_id(path):
         raise ConfigError(
             f"model.path = {path!r}: no such folder",
-            "give a Hugging Face folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or "
+            named_alike(local)
+            or "give a Hugging Face folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or "
             + " or ".join(BUILTIN_MODELS),
         )
+
+
+def _model_near(folder: Path) -> str:
+    """Where the model may be that a folder without one was given for."""
+    if is_run_folder(folder.parent):
+        return f"give the run's folder: {folder.parent}"
+    runs = runs_beside(folder / "any")
+    return f"it has runs; give one of them, such as {folder / runs[-1]}" if runs else "give a Hugging Face model folder"
 
 
 def _check_reward_model(path: str) -> None:

@@ -83,6 +83,10 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="no key has 'learnin_rate' in its name") as caught:
         chosen("learnin_rate")
     assert caught.value.hint == "did you mean trainer.learning_rate?"
+    for asked, meant in {"trainer.lr": "trainer.learning_rate", "group_sise": "rollouts.group_size"}.items():
+        with pytest.raises(ConfigError) as caught:
+            chosen(asked)
+        assert caught.value.hint == f"did you mean {meant}?"
 
 
 def test_every_key_of_a_recipe_and_every_setting_of_a_bench_is_there() -> None:

@@ -13,7 +13,9 @@ from pydantic import BaseModel
 
 from redline.config import Config, load_recipe, resolve, validate
 from redline.config.changes import changes
+from redline.config.elsewhere import ELSEWHERE
 from redline.config.load import make_config, read_recorded
+from redline.config.problems import locate
 from redline.config.resolve import bfloat16_flags
 from redline.config.sections.tasks import FileTask, ImportTask
 from redline.config.sections.telemetry import TelemetryConfig
@@ -184,6 +186,44 @@ def test_a_single_problem_is_the_message_and_its_fix_the_hint(tmp_path: Path) ->
 def test_a_key_in_the_wrong_section_is_pointed_to_the_right_one(tmp_path: Path) -> None:
     _, hint = refusal(tmp_path, "", "run.learning_rate=1e-5")
     assert hint == "did you mean trainer.learning_rate?"
+
+
+def test_a_path_that_is_not_there_is_pointed_to_the_one_with_almost_its_name(tmp_path: Path) -> None:
+    (tmp_path / "mymodel").mkdir()
+    (tmp_path / "mymodel" / "config.json").write_text("{}")
+    (tmp_path / "questions.jsonl").write_text("{}")
+    (tmp_path / "runs" / "sums-001" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "sums-001" / "config.json").write_text("{}")
+    hints = {
+        f"model.path={tmp_path}/mymodle": f"did you mean {tmp_path}/mymodel?",
+        f"model.path={tmp_path}/runs": f"it has runs; give one of them, such as {tmp_path}/runs/sums-001",
+        f"model.path={tmp_path}/runs/sums-001/checkpoints": f"give the run's folder: {tmp_path}/runs/sums-001",
+        f"rollouts.task={{kind: file, path: {tmp_path}/question.jsonl}}": f"did you mean {tmp_path}/questions.jsonl?",
+    }
+    for override, hint in hints.items():
+        with pytest.raises(ConfigError) as caught:
+            resolve(load(tmp_path, "", override))
+        assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("trainer.lr=1e-5", "did you mean trainer.learning_rate?"),
+        ("trainer.beta=0.1", "did you mean trainer.kl_coef?"),
+        ("trainer.lora.r=8", "did you mean trainer.lora.rank?"),
+        ("trainer.num_generations=8", "did you mean rollouts.group_size?"),
+        ("lr=1e-5", "did you mean trainer.learning_rate=1e-5?"),
+    ],
+)
+def test_a_key_of_another_program_is_pointed_to_ours(tmp_path: Path, override: str, hint: str) -> None:
+    assert refusal(tmp_path, "", override)[1] == hint
+
+
+def test_keys_of_other_programs_stand_for_keys_that_there_are() -> None:
+    for theirs, ours in ELSEWHERE.items():
+        assert locate(ours.split(".")).field is not None, ours
+        assert theirs not in {name.rpartition(".")[2] for name in ELSEWHERE.values()}
 
 
 def test_a_key_like_no_other_gets_the_list_of_known_keys(tmp_path: Path) -> None:

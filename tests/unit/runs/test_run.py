@@ -173,13 +173,15 @@ def test_a_run_whose_trajectories_were_not_copied_has_none(tmp_path: Path) -> No
 
 
 def test_what_is_no_run_folder_is_refused_with_the_place_to_look(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "demo-001", 1)
+    folder, other = write_run(tmp_path / "demo-001", 1), write_run(tmp_path / "sums-001", 1)
+    os.utime(other.config, (0, 0))
     recipe = tmp_path / "demo.yaml"
     recipe.write_text("model: {}")
     hints = {
         recipe: "give the folder that the run left",
         folder.config: f"give its folder: {folder.path}",
         tmp_path: f"the newest run there is {folder.path}",
+        tmp_path / "sum-001": f"did you mean {other.path}?",
         tmp_path / "demo-002": f"the newest run there is {folder.path}",
     }
     for path, hint in hints.items():

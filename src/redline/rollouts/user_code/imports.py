@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,8 @@ class ImportPath:
         found: Any = self._import_module(module_name)
         for name in names.split("."):
             if not hasattr(found, name):
-                public = [public for public in vars(found) if not public.startswith("_")]
                 raise TaskError(
-                    f"{self.key} = {self.path!r}: {module_name} ({_file_of(module_name)}) has no {name}",
-                    f"it has {', '.join(public) or 'no public names'}",
+                    f"{self.key} = {self.path!r}: {module_name} ({_file_of(module_name)}) has no {name}", _names_in(found, name)
                 )
             found = getattr(found, name)
         return found
@@ -84,6 +83,16 @@ class ImportPath:
             return f"{call}; it takes {inspect.signature(factory)}"
         except (TypeError, ValueError):
             return call
+
+
+def _names_in(place: Any, wanted: str) -> str:
+    """The name that was meant, or else all that a module or class has, without what a module imports from elsewhere."""
+    public = {name: made for name, made in vars(place).items() if not name.startswith("_")}
+    if near := get_close_matches(wanted, public, n=1):
+        return f"did you mean {near[0]}?"
+    home = getattr(place, "__name__", "")
+    own = [name for name, made in public.items() if getattr(made, "__module__", home) == home]
+    return f"it has {', '.join(own or public) or 'no public names'}"
 
 
 def _file_of(module_name: str) -> str:

@@ -12,6 +12,7 @@ runs/demo-001/
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import os
 import re
@@ -59,7 +60,7 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """A folder that a run has made before."""
         if not path.is_dir():
-            raise RunFolderError(f"{path}: no such run folder", _whereabouts(path.parent))
+            raise RunFolderError(f"{path}: no such run folder", _whereabouts(path.parent, path.name))
         folder = cls(path.absolute(), path)
         if not folder.config.is_file():
             raise RunFolderError(f"{path}: not a run folder, it has no config.json", _whereabouts(path))
@@ -221,9 +222,11 @@ def _numbered(parent: Path, name: str) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in matches if match]
 
 
-def _whereabouts(parent: Path) -> str:
-    """The newest run near where the user looked."""
+def _whereabouts(parent: Path, name: str = "") -> str:
+    """The run near where the user looked that has almost this name, or else the newest one."""
     runs = [path for path in parent.glob("*-[0-9][0-9][0-9]*") if (path / "config.json").is_file()]
     if not runs:
         return "give the folder of an earlier run, such as runs/demo-001"
+    if near := difflib.get_close_matches(name, [path.name for path in runs], n=1, cutoff=0.9):
+        return f"did you mean {parent / near[0]}?"
     return f"the newest run there is {max(runs, key=lambda path: (path / 'config.json').stat().st_mtime)}"

@@ -464,7 +464,8 @@ def test_a_module_that_is_broken_is_refused_with_its_error(in_folder: Path) -> N
 def test_a_name_that_is_not_there_is_refused_with_the_names_that_are(in_folder: Path) -> None:
     message, hint = import_refusal("my_tasks:Sum")
     assert message == f"rollouts.task.path = 'my_tasks:Sum': my_tasks ({in_folder / 'my_tasks.py'}) has no Sum"
-    assert hint == "it has TaskError, Task, Sums, Half, Outer, not_callable"
+    assert hint == "did you mean Sums?"
+    assert import_refusal("my_tasks:Riddles")[1] == "it has Sums, Half, Outer, not_callable"
 
 
 def test_a_parameter_it_does_not_take_is_refused_with_its_signature(in_folder: Path) -> None:
