@@ -26,11 +26,12 @@ def recipe(folder: Path, **rollouts: Any) -> dict[str, Any]:
 
 def test_a_model_learns_what_a_program_in_the_sandbox_rewards(tmp_path: Path) -> None:
     """The "language" is one that a random model can write: a file with an `e` in it prints yes."""
-    rows = [{"prompt": f"Write an e, {n}.", "answer": "-", "tests": [{"stdin": "", "stdout": "yes"}]} for n in range(4)]
+    rows = [{"prompt": f"Write an e, {n}.", "tests": [{"stdin": "", "stdout": "yes"}]} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["sh", "-c", "grep -q '[e-h]' answer.txt && echo yes"]
     environment = {"name": "code_rows", "params": {"command": command, "file": "answer.txt"}}
-    config = recipe(tmp_path, task={"kind": "file", "path": str(tmp_path / "rows.jsonl")}, environment=environment)
+    task = {"kind": "file", "path": str(tmp_path / "rows.jsonl"), "answer_field": None}
+    config = recipe(tmp_path, task=task, environment=environment)
     run = redline.train(config, {"run.steps": 12})
     rewards = [row["rollouts/reward_mean"] for row in run.metrics().to_pylist()]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.5, rewards

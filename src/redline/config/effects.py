@@ -18,6 +18,7 @@ from redline.config.problems import Problem, spell
 from redline.config.schema import Config
 from redline.config.sections.engine import EngineKind
 from redline.config.sections.sinks import Sink
+from redline.config.sections.tasks import FileTask, ReasoningGymTask
 from redline.config.sections.trainer import Loss
 from redline.errors import ConfigError
 
@@ -85,6 +86,14 @@ def _scores_own_tasks(config: Config) -> bool:
     return not _has_environment(config) and getattr(config.rollouts.task, "kind", "") == "import"
 
 
+def _compares_answers(config: Config) -> bool:
+    """Whether a reply is scored by what `extract` finds in it; also true for tasks without such a key."""
+    task = config.rollouts.task
+    if not isinstance(task, FileTask | ReasoningGymTask):
+        return True
+    return not _has_environment(config) and getattr(task, "answer_field", "") is not None
+
+
 def _has_worker_processes(config: Config) -> bool:
     rollouts = config.rollouts
     return rollouts.reward_run_in == "processes" or (_has_environment(config) and rollouts.environment.run_in == "processes")
@@ -126,6 +135,7 @@ TABLE: tuple[Readers, ...] = (
         lambda c: getattr(c.rollouts.task, "held_out_split", None) is None,
         "rollouts.task.held_out_split to null",
     ),
+    Readers("rollouts.task.extract", _compares_answers, why="no reply is compared with a reference"),
     Readers("buffer.depth", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.order", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.group_timeout_s", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
@@ -261,7 +271,7 @@ def _rewards_without_weight(config: Config) -> Iterator[Problem]:
     weights, judged = config.rollouts.reward_weights, config.rollouts.reward_model.path is not None
     if config.rollouts.task is None or config.rollouts.task.kind == "import" or _has_environment(config):
         return
-    parts = ("correct", "reward_model") if judged else ("correct",)
+    parts = [*(["correct"] if _compares_answers(config) else []), *(["reward_model"] if judged else [])]
     for name in weights:
         if name not in parts:
             yield Problem(

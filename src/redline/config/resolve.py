@@ -120,6 +120,11 @@ def _check_paths(config: Config) -> None:
         return
     if task.kind == "file":
         _check_files(task)
+        if task.answer_field is None and config.rollouts.environment.name is None and config.rollouts.reward_model.path is None:
+            raise ConfigError(
+                "rollouts.task.answer_field = null: nothing says what a reply is worth",
+                "name the field of the right answers, or set rollouts.environment.name or rollouts.reward_model.path",
+            )
     if task.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError("rollouts.task.kind = 'reasoning_gym': the package is not installed", how_to_install("demo"))
 

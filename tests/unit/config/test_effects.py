@@ -193,3 +193,24 @@ def test_a_plan_takes_what_the_run_takes() -> None:
     for keys in (several, lagging):
         refuse_without_effect(resolve(validate(values | keys)).config)
         refuse_without_effect(fill_algorithm(validate(values | keys))[0])
+
+
+def test_rows_without_answers_need_somebody_who_scores() -> None:
+    rows = JSONL | {"answer_field": None}
+    with pytest.raises(ConfigError, match="nothing says what a reply is worth"):
+        config(rows)
+    refuse_without_effect(config(rows, rollouts__environment__name="code_rows"))
+
+
+def test_what_of_a_reply_is_compared_is_refused_where_nothing_is() -> None:
+    message, hint = refusal(JSONL | {"extract": "last_number"}, rollouts__environment__name="code_rows")
+    assert message == "rollouts.task.extract = 'last_number': without effect here: no reply is compared with a reference"
+    assert hint == "leave it out"
+    refuse_without_effect(config(JSONL | {"extract": "last_number"}))
+
+
+def test_a_reward_without_references_has_the_judges_part_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    rows, judge = JSONL | {"answer_field": None}, str(tmp_path)
+    message, _ = refusal(rows, rollouts__reward_model__path=judge, rollouts__reward_weights={"correct": 1.0})
+    assert message == "rollouts.reward_weights.correct = 1: the reward has no such part"

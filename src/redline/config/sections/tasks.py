@@ -34,8 +34,9 @@ class FileTask(Section):
     """Which split is kept for evaluation; null keeps `held_out_fraction` of the one that is trained on."""
     prompt_field: str = "prompt"
     """Holds a string, or a list of chat messages. A field inside another is `outer.inner`."""
-    answer_field: str = "answer"
-    """Holds the reference answer, a string or a number."""
+    answer_field: str | None = "answer"
+    """Holds the reference answer, a string or a number. null: rows have none, and the environment, or a reward model, says what
+    a reply is worth."""
     extract: Literal["last_number", "text", "answer_tag", "math"] = "text"
     """What of the answer must equal the reference: all of it, the last number, what is inside the last `<answer>` tag, or by
     value what math-verify finds in it, such as `\\boxed{\\frac{1}{2}}` (extra `math`)."""

@@ -31,6 +31,7 @@ CHECKED_EXPRESSIONS = 20
 """References that math-verify reads before a run begins: it takes some ms for each."""
 
 
+_OR_NONE = {"answer_field": "; null where an environment or a reward model scores"}
 _ENCODER = json.JSONEncoder(sort_keys=True)
 
 
@@ -93,7 +94,10 @@ class FileTasks:
         return [self._task(self._held_out_rows, int(index)) for index in self._held_out[:count]]
 
     def score(self, task: Task, text: str) -> Mapping[str, float]:
-        """Whether the answer equals the reference. With `extract: math` it blocks for up to `rewards.math.LIMIT_S`."""
+        """Whether the answer equals the reference; nothing where rows have none. With `extract: math` it blocks for up to
+        `rewards.math.LIMIT_S`."""
+        if self._config.answer_field is None:
+            return {}
         if self._math is not None:
             return {"correct": float(self._math.equal(task.answer, text))}
         right = self._read_answer(task.answer) if self._config.extract != "answer_tag" else task.answer.strip()
@@ -135,7 +139,8 @@ class FileTasks:
             raise TaskError(f"{self.path}: the file is empty", "write one JSON object per line")
         hashes = array("Q")
         is_math = self._math is not None
-        for index, row in enumerate(rows.scan([self._config.prompt_field, self._config.answer_field])):
+        fields = [field for field in (self._config.prompt_field, self._config.answer_field) if field is not None]
+        for index, row in enumerate(rows.scan(fields)):
             messages, answer = self._read(row, rows, index)
             if is_math and index < CHECKED_EXPRESSIONS:
                 self._check_expression(answer, f"{rows.where(index)}: {self._config.answer_field}")
@@ -149,13 +154,13 @@ class FileTasks:
 
     def _read(self, row: Row, rows: Rows, index: int) -> tuple[Sequence[Message], str]:
         messages = _as_messages(self._field(row, "prompt_field", rows, index))
-        answer = self._field(row, "answer_field", rows, index)
+        answer = "" if self._config.answer_field is None else self._field(row, "answer_field", rows, index)
         if messages is None:
             raise TaskError(
                 f"{rows.where(index)}: {self._config.prompt_field}: neither a text nor a list of messages, or empty",
                 'write "a question" or [{"role": "user", "content": "a question"}]',
             )
-        return messages, self._reference(answer, rows, index)
+        return messages, self._reference(answer, rows, index) if self._config.answer_field is not None else ""
 
     def _field(self, row: Row, key: str, rows: Rows, index: int) -> Any:
         """A field by its name, or by a path with dots into fields that hold fields."""
@@ -167,7 +172,7 @@ class FileTasks:
             if not isinstance(found, dict) or part not in found:
                 raise TaskError(
                     f"{rows.where(index)}: no field {name!r}",
-                    f"add it, or set rollouts.task.{key} to one of: {', '.join(row) or 'none'}",
+                    f"add it, or set rollouts.task.{key} to one of: {', '.join(row) or 'none'}{_OR_NONE.get(key, '')}",
                 )
             found = found[part]
         return found

@@ -154,8 +154,19 @@ def test_a_field_inside_another_is_named_by_a_path(tmp_path: Path) -> None:
     assert task.data["reward_model"]["style"] == "rule"
     assert refusal(tmp_path / "verl.parquet", answer_field="reward_model.truth") == (
         "verl.parquet:1: no field 'reward_model.truth'",
-        "add it, or set rollouts.task.answer_field to one of: prompt, reward_model",
+        "add it, or set rollouts.task.answer_field to one of: prompt, reward_model; "
+        "null where an environment or a reward model scores",
     )
+
+
+@pytest.mark.parametrize("name", ["open.jsonl", "open.parquet"])
+def test_rows_without_answers_are_tasks_for_whoever_scores_them(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": f"Tell me of {number}.", "level": number} for number in range(20)]
+    source = open_tasks(write(tmp_path / name, rows), answer_field=None)
+    task = source.train(0)
+    assert (task.answer, task.data["level"]) == ("", int(question(task)[11:-1]))
+    assert source.score(task, "anything") == {}
+    assert source.held_out(5)
 
 
 def test_messages_of_a_column_may_have_nulls_where_others_have_more_fields(tmp_path: Path) -> None:

@@ -308,7 +308,8 @@ def test_numbers_compare_as_numbers(tmp_path: Path) -> None:
         (
             {"prompt": "1", "reply": "1"},
             "no field 'answer'",
-            "add it, or set rollouts.task.answer_field to one of: prompt, reply",
+            "add it, or set rollouts.task.answer_field to one of: prompt, reply; "
+            "null where an environment or a reward model scores",
         ),
         (
             {"prompt": 3, "answer": "1"},
