@@ -19,6 +19,7 @@ from redline.ports import Environment, Game, TaskSource
 from redline.rollouts import make_task_source
 
 RECIPES = (".yaml", ".yml")
+_IN_ITS_FILE = "leave it out; a key of the recipe is changed in its file"
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +43,8 @@ class Made:
             return make_environment(EnvironmentConfig(name=self.name, params=dict(self.params)), self.seed)
         if config.rollouts.environment.name is None:
             assert config.rollouts.task is not None, "a recipe has tasks or an environment"
+            if self.params:
+                raise ConfigError(f"{self.name} names no environment that takes {', '.join(self.params)}", _IN_ITS_FILE)
             return SingleTurn(make_task_source(config.rollouts.task, self.seed).score)  # type: ignore[arg-type]
         params = {**config.rollouts.environment.params, **self.params}
         return make_environment(config.rollouts.environment.model_copy(update={"params": params}), self.seed)
@@ -75,6 +78,8 @@ def read_params(overrides: Sequence[str]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
+        if equals and all(part.isidentifier() for part in key.split(".")[:2]) and "." in key:
+            raise ConfigError(f"{override!r}: parameters of the environment are given here, without a section", _IN_ITS_FILE)
         if not equals or not key.isidentifier():
             raise ConfigError(f"{override!r} is not of the form KEY=VALUE", "for example largest=100")
         params[key] = parse_yaml(text, repr(override))

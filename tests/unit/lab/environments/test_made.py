@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.paths import ROOT
 
 from redline.errors import ConfigError
-from redline.lab.environments.made import read_params
+from redline.lab.environments.made import Made, read_params
 
 
 def test_parameters_are_read_as_those_of_a_recipe() -> None:
@@ -19,6 +20,7 @@ def test_parameters_are_read_as_those_of_a_recipe() -> None:
         ("day=2024-13-01", "not valid YAML", "put the value in quotes"),
         ("levels={1: easy}", "levels has the key 1", "put the key in quotes"),
         ("sizes=[", "not valid YAML", "quote the value"),
+        ("rollouts.group_size=4", "without a section", "is changed in its file"),
         ("7=1", "is not of the form KEY=VALUE", "for example"),
     ],
 )
@@ -26,3 +28,10 @@ def test_parameters_that_a_recipe_cannot_have_are_refused(given: str, reason: st
     with pytest.raises(ConfigError, match=reason) as caught:
         read_params([given])
     assert hint in caught.value.hint
+
+
+def test_parameters_for_a_recipe_that_has_no_environment_are_refused() -> None:
+    recipe = str(ROOT / "recipes" / "smoke.yaml")
+    Made(recipe).make()
+    with pytest.raises(ConfigError, match="names no environment that takes largest"):
+        Made(recipe, {"largest": 5}).make()
