@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from redline.config import Config
 from redline.environments.stepped import Stepped
 from redline.environments.workers.plain import to_plain
@@ -224,13 +226,15 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
     if not tasks:
         return
     try:
-        lengths = _those_that_can(tasks, lambda task: _prompt_length(prompts, task), "prompts cannot be used", notes)
+        rendered = _those_that_can(tasks, lambda task: _prompt(prompts, task), "prompts cannot be used", notes)
+        _check_that_they_differ(tasks, rendered)
     except TaskError as error:
         if rollouts.environment.name is None:
             raise
         # It may ask something else than the messages of its tasks, so that this is no reason to refuse the run.
         notes.append(f"none of {len(tasks)} tasks can be asked as its messages are: {error.message}; {error.hint}")
         return
+    lengths = [len(prompt) for prompt in rendered]
     if rollouts.environment.name is None:  # one may ask for fewer tokens
         _check_cache(config, folder, max(lengths))
     notes.append(f"{len(lengths)} prompts looked at: {min(lengths)} to {max(lengths)} tokens, of {longest} with the answer")
@@ -260,12 +264,23 @@ def _check_cache(config: Config, folder: Path, prompt: int) -> None:
     check_room(prompt, config.rollouts.max_new_tokens, (blocks - 1) * size)
 
 
-def _prompt_length(prompts: Prompts, task: Task) -> int:
-    length = 0
+def _check_that_they_differ(tasks: Sequence[Task], rendered: Sequence[np.ndarray]) -> None:
+    """Raise TaskError where a template makes one prompt of all questions: the policy would not be told what is asked."""
+    questions = {repr([message.get("content") for message in task.messages]) for task in tasks}
+    can_all_be_asked, prompts = len(rendered) == len(tasks), {prompt.tobytes() for prompt in rendered}
+    if len(questions) > 1 and can_all_be_asked and len(prompts) == 1:
+        raise TaskError(
+            f"{len(questions)} different questions become the same prompt: the model's chat template shows nothing of them",
+            "look at chat_template in the model's folder, and at the roles of the messages",
+        )
+
+
+def _prompt(prompts: Prompts, task: Task) -> np.ndarray:
+    made: list[np.ndarray] = []
     with boundary() as caught:
-        length = len(prompts.tokens(task))
-    if caught.error is None:
-        return length
+        made.append(prompts.tokens(task))
+    if made:
+        return made[0]
     if isinstance(caught.error, RedlineError):
         raise TaskError(f"task {task.id}: {caught.error.message}", caught.error.hint)
     raise TaskError(

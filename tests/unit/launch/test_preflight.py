@@ -291,6 +291,19 @@ def test_a_model_without_a_chat_template_is_refused(recipes: Recipes) -> None:
     assert "no chat template" in recipes.refusal(model={"path": str(model)}).message
 
 
+ONLY_USERS = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}Say:"
+
+
+def test_a_template_that_shows_nothing_of_the_questions_is_refused(recipes: Recipes) -> None:
+    model = recipes.folder / "model"
+    shutil.copytree(recipes.model, model)
+    (model / "chat_template.jinja").write_text(ONLY_USERS)
+    recipes.check(model={"path": str(model)})
+    misspelt = recipes.refusal(without('"role": "user"', '"role": "usr"'), model={"path": str(model)})
+    assert "20 different questions become the same prompt" in misspelt.message
+    assert "the roles of the messages" in misspelt.hint
+
+
 # ── files of models ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
