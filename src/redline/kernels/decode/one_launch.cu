@@ -262,36 +262,43 @@ __device__ __forceinline__ float squared(uint4 v) {
            high(v.z) * high(v.z) + low(v.w) * low(v.w) + high(v.w) * high(v.w);
 }
 
-// `from` and `residual` are rows of activations one after the other, or null for those of the tokens; `gain` is the norm's weight.
-// BY_ROW: they come row by row, and not column by column. `partial` is where blocks that share units meet.
-template <class P, int K, int N, Out OUT, bool NORMS, bool BY_ROW = false>
-__device__ __forceinline__ void work(
-    Ring& ring, Shared& shared, float* sums, const Arguments& a, const u16* from, const u16* gain, const u16* bias,
-    const u16* residual, u16* out, float* partial = 0) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    if (!P::has_share()) return;
-    constexpr bool whole = P::part_chunks == P::held;
+// The activations that a product multiplies: `from`, rows one after the other, or those of the tokens where it is null. A warp has
+// its columns of some chunks in registers, after the norm whose weight is `gain` where the product NORMS. BY_ROW: they come row by
+// row, and not column by column.
+template <class P, int K, bool NORMS, bool BY_ROW>
+struct Activations {
     static_assert(!NORMS || P::parts == 1, "a norm wants all columns");
+    static constexpr bool whole = P::part_chunks == P::held;  // no chunk is loaded twice
+    const Arguments& a;
+    Shared& shared;
+    const u16 *from, *gain;
     uint4 held[P::held][P::per_warp][HALVES], gains[NORMS ? P::held : 1][NORMS ? P::per_warp : 1];
     float scale[HALVES];
     const u16* row[HALVES];
     bool is_row[HALVES];  // what else there is room for is zero, and nobody asks for it
+
+    __device__ __forceinline__ Activations(const Arguments& a, Shared& shared, const u16* from, const u16* gain)
+        : a(a), shared(shared), from(from), gain(gain) {
+        const int g = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-        is_row[half] = g + 8 * half < a.rows;
-        int index = is_row[half] ? g + 8 * half : 0;
-        row[half] = from ? from + index * K : shared.embedded[index];
+        for (int half = 0; half < HALVES; half++) {
+            is_row[half] = g + 8 * half < a.rows;
+            int index = is_row[half] ? g + 8 * half : 0;
+            row[half] = from ? from + index * K : shared.embedded[index];
+        }
     }
 
     // The columns of a thread in some chunk: its last block of them where it has none.
-    auto column = [&](int chunk, int i) {
-        int last = P::blocks_of(chunk) - 1, block = warp + WARPS * i;
-        return (chunk * P::chunk_blocks + (block < last ? block : last)) * 32 + 8 * t;
-    };
-    auto chunk_at = [&](int chunk) { return chunk < P::end_chunk() ? chunk : P::end_chunk() - 1; };
+    static __device__ __forceinline__ int column(int chunk, int i) {
+        int last = P::blocks_of(chunk) - 1, block = threadIdx.x / 32 + WARPS * i;
+        return (chunk * P::chunk_blocks + (block < last ? block : last)) * 32 + 8 * (threadIdx.x % 4);
+    }
+    static __device__ __forceinline__ int chunk_at(int chunk) { return chunk < P::end_chunk() ? chunk : P::end_chunk() - 1; }
+
     // Wait for a word of each who writes what the block will need. If all warps asked for all of it again and again, it would
     // come late. Products write a unit's columns of all rows at about the same time; the attention writes row by row.
-    auto watch = [&] {
+    __device__ __forceinline__ void watch() const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == 0) {
             constexpr int of_part = P::part_chunks * P::chunk_blocks * 4, most = of_part < BLOCKS ? of_part : BLOCKS;
             const int start = P::part() * of_part, end = start + of_part < K / 8 ? start + of_part : K / 8;
@@ -309,8 +316,9 @@ __device__ __forceinline__ void work(
             }
         }
         meet_workers();
-    };
-    auto load = [&](int first) {
+    }
+
+    __device__ __forceinline__ void load(int first) {
         if (NORMS)
 #pragma unroll
             for (int c = 0; c < P::held; c++)
@@ -342,16 +350,10 @@ __device__ __forceinline__ void work(
 #pragma unroll
                     for (int half = 0; half < HALVES; half++) refresh16(held[c][i][half], row[half] + column(chunk_at(first + c), i));
         }
-    };
-    auto apply_norm = [&] {
-#pragma unroll
-        for (int c = 0; c < P::held; c++)
-#pragma unroll
-            for (int i = 0; i < P::per_warp; i++)
-#pragma unroll
-                for (int half = 0; half < HALVES; half++) held[c][i][half] = normed(held[c][i][half], gains[c][i], scale[half]);
-    };
-    auto find_scale = [&] {
+    }
+
+    __device__ __forceinline__ void find_scale() {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         float sum[HALVES] = {};
         for (int c = 0; c < P::chunks; c += P::held) {
             load(c);
@@ -377,137 +379,193 @@ __device__ __forceinline__ void work(
             for (int w = 0; w < WARPS; w++) total += shared.squares[w][g + 8 * half];
             asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(scale[half]) : "f"(total / K + a.eps));
         }
-    };
+    }
 
-    // What a thread adds to its first sums, asked for before anything is waited for.
-    const int first_row = threadIdx.x / 4 % FITS, first_of = threadIdx.x / 4 / FITS * P::parts + P::part();
-    const int first_unit = P::unit(P::first(), first_of);
-    const bool adds = P::batches == 1 && first_row < a.rows && first_of < P::batch && first_unit < P::end();
-    u32 biases[P::sides], residue = ABSENT;
-    auto bias_at = [&](int unit, int side, int column) { return (const u32*)(bias + P::weight_row(unit, side) + column); };
-    auto residual_at = [&](int row, int n) { return (residual ? residual + row * E : shared.embedded[row]) + n; };
-    if (adds && bias)
+    __device__ __forceinline__ void apply_norm() {
 #pragma unroll
-        for (int side = 0; side < P::sides; side++) biases[side] = __ldg(bias_at(first_unit, side, 2 * (threadIdx.x % 4)));
-    if (OUT == RESIDUAL && adds) residue = fresh4(residual_at(first_row, first_unit * 8 + 2 * (threadIdx.x % 4)));
-    if (from && a.rows >= WATCH_FROM) watch();
-    if (NORMS) {
-        find_scale();
-        if (whole) apply_norm();
-    } else if (whole) load(P::first_chunk());
-#pragma unroll 1
-    for (int begin = P::first(); begin < P::end(); begin = P::next(begin)) {
-        int count = P::parts > 1 ? P::end() - begin : (P::units - begin + BLOCKS - 1) / BLOCKS;
-        if (count > P::batch) count = P::batch;
-        // The warp's sums, where the others find them: [warp][tile][row][8 columns].
-        float* mine = sums + (warp * P::tiles * 8 * HALVES + g) * 8 + 2 * t;
-#pragma unroll 1
-        for (int c = P::first_chunk(); c < P::end_chunk(); c += P::held) {
-            if (!whole) {
-                load(c);
-                if (NORMS) apply_norm();
-            }
+        for (int c = 0; c < P::held; c++)
 #pragma unroll
-            for (int cc = 0; cc < P::held; cc++) {
-                if (c + cc >= P::end_chunk()) break;
-                const int blocks = P::blocks_of(c + cc);
-                // Two tiles at a time, so that products wait less for those before.
-                auto multiplied = [&](const int both, int tile) {
-                    uint4 w[2][P::per_warp];
-                    u32 empty[2];
-                    float part[2][SIXTEENS][2][4] = {};
+            for (int i = 0; i < P::per_warp; i++)
 #pragma unroll
-                    for (int j = 0; j < both; j++) {
-                        wait(ring.full + 8 * ring.stage, ring.parity);
-                        u32 at = ring.stages + ring.stage * STAGE + g * PITCH + t * 16 + warp * 64;
+                for (int half = 0; half < HALVES; half++) held[c][i][half] = normed(held[c][i][half], gains[c][i], scale[half]);
+    }
+
+    // What can be there before the first stage of weights is multiplied.
+    __device__ __forceinline__ void begin() {
+        if (from && a.rows >= WATCH_FROM) watch();
+        if (NORMS) {
+            find_scale();
+            if (whole) apply_norm();
+        } else if (whole) load(P::first_chunk());
+    }
+
+    // Chunk `c` and those held with it.
+    __device__ __forceinline__ void next(int c) {
+        if (whole) return;
+        load(c);
+        if (NORMS) apply_norm();
+    }
+};
+
+// COUNT tiles of weights from the ring by the activations that a warp holds of a chunk, added to its sums at `to`, or written there.
+template <class P, int COUNT>
+__device__ __forceinline__ void multiplied(Ring& ring, const uint4 (&held)[P::per_warp][HALVES], int blocks, float* to, bool adds) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    uint4 w[COUNT][P::per_warp];
+    u32 empty[COUNT];
+    float part[COUNT][SIXTEENS][2][4] = {};
 #pragma unroll
-                        for (int i = 0; i < P::per_warp; i++) {
-                            w[j][i] = make_uint4(0, 0, 0, 0);
-                            if (warp + WARPS * i < blocks)
-                                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                                             : "=r"(w[j][i].x), "=r"(w[j][i].y), "=r"(w[j][i].z), "=r"(w[j][i].w)
-                                             : "r"(at + i * WARPS * 64) : "memory");
-                        }
-                        empty[j] = ring.empty + 8 * ring.stage;
-                        ring.next();
-                    }
+    for (int j = 0; j < COUNT; j++) {
+        wait(ring.full + 8 * ring.stage, ring.parity);
+        u32 at = ring.stages + ring.stage * STAGE + g * PITCH + t * 16 + warp * 64;
 #pragma unroll
-                    for (int i = 0; i < P::per_warp; i++) {
+        for (int i = 0; i < P::per_warp; i++) {
+            w[j][i] = make_uint4(0, 0, 0, 0);
+            if (warp + WARPS * i < blocks)
+                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                             : "=r"(w[j][i].x), "=r"(w[j][i].y), "=r"(w[j][i].z), "=r"(w[j][i].w)
+                             : "r"(at + i * WARPS * 64) : "memory");
+        }
+        empty[j] = ring.empty + 8 * ring.stage;
+        ring.next();
+    }
 #pragma unroll
-                        for (int m = 0; m < SIXTEENS; m++) {
-                            uint4 first = held[cc][i][2 * m], second = HALVES > 1 ? held[cc][i][2 * m + (HALVES > 1)] : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < P::per_warp; i++) {
 #pragma unroll
-                            for (int j = 0; j < both; j++) {
-                                multiply(part[j][m][0], first.x, second.x, first.y, second.y, w[j][i].x, w[j][i].y);
-                                multiply(part[j][m][1], first.z, second.z, first.w, second.w, w[j][i].z, w[j][i].w);
-                            }
-                        }
-                    }
+        for (int m = 0; m < SIXTEENS; m++) {
+            uint4 first = held[i][2 * m], second = HALVES > 1 ? held[i][2 * m + (HALVES > 1)] : make_uint4(0, 0, 0, 0);
 #pragma unroll
-                    for (int j = 0; j < both; j++)
-#pragma unroll
-                        for (int half = 0; half < HALVES; half++) {
-                            float2* to = (float2*)(mine + ((tile + j) * HALVES + half) * 64);
-                            float2 before = c + cc > P::first_chunk() ? *to : make_float2(0, 0);
-                            const float *one = &part[j][half / 2][0][half % 2 * 2], *other = &part[j][half / 2][1][half % 2 * 2];
-                            *to = make_float2(before.x + (one[0] + other[0]), before.y + (one[1] + other[1]));
-                        }
-                    // Only now: the sums are proof that the weights have been read.
-                    __syncwarp();
-                    if (lane < both)
-                        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(lane ? empty[both - 1] : empty[0]) : "memory");
-                };
-                int tile = 0;
-                if (PAIRS && P::tiles > 1)
-#pragma unroll 1
-                    for (; tile + 1 < count * P::sides; tile += 2) multiplied(2, tile);
-#pragma unroll 1
-                for (; tile < count * P::sides; tile++) multiplied(1, tile);
+            for (int j = 0; j < COUNT; j++) {
+                multiply(part[j][m][0], first.x, second.x, first.y, second.y, w[j][i].x, w[j][i].y);
+                multiply(part[j][m][1], first.z, second.z, first.w, second.w, w[j][i].z, w[j][i].w);
             }
         }
-        meet_workers();
-        auto summed = [&](int of_batch, int side, int row, int column) {
-            float2 total = make_float2(0, 0);
+    }
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                float2 part = *(float2*)(sums + ((w * P::tiles + of_batch * P::sides + side) * 8 * HALVES + row) * 8 + column);
-                total.x += part.x, total.y += part.y;
-            }
-            return total;
-        };
-        auto finished = [&](float2 (&total)[P::sides], bool is_first, int unit, int row, int column) {
-            const int n = unit * 8 + column, width = OUT == GATED ? N / 2 : N;
-            if (bias)
+    for (int j = 0; j < COUNT; j++)
 #pragma unroll
-                for (int side = 0; side < P::sides; side++) {
-                    u32 add = P::batches == 1 && is_first ? biases[side] : __ldg(bias_at(unit, side, column));
-                    total[side].x += low(add), total[side].y += high(add);
-                }
-            u32 result = packed(total[0].x, total[0].y);
-            if (OUT == RESIDUAL) {
-                u32 before = is_first && residue != ABSENT ? residue : awaited4(residual_at(row, n));
-                result = packed(low(before) + low(result), high(before) + high(result));
-            }
-            if (OUT == GATED) {
-                u32 up = packed(total[P::sides - 1].x, total[P::sides - 1].y);
-                float first = low(result), second = high(result);
-                u32 active = packed(first / (1.f + __expf(-first)), second / (1.f + __expf(-second)));
-                result = packed(low(active) * low(up), high(active) * high(up));
-            }
-            if (OUT == LOGITS) put4(out + (u64)row * width + n, result);
-            else give4(out + (u64)row * width + n, result);
-        };
-        auto meeting = [&](int unit, int part, int row, int column) {
-            return partial + ((((u64)unit * P::parts + part) * ROWS + row) * 8 + column);
-        };
-        if (P::parts > 1)
+        for (int half = 0; half < HALVES; half++) {
+            float2* sum = (float2*)(to + (j * HALVES + half) * 64);
+            float2 before = adds ? *sum : make_float2(0, 0);
+            const float *one = &part[j][half / 2][0][half % 2 * 2], *other = &part[j][half / 2][1][half % 2 * 2];
+            *sum = make_float2(before.x + (one[0] + other[0]), before.y + (one[1] + other[1]));
+        }
+    // Only now: the sums are proof that the weights have been read.
+    __syncwarp();
+    if (lane < COUNT)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(lane ? empty[COUNT - 1] : empty[0]) : "memory");
+}
+
+// What becomes of the warps' sums: added up, with what the product adds to them, and written for the others. `residual` is rows of
+// activations, or null for those of the tokens; `partial` is where blocks that share units meet.
+template <class P, int N, Out OUT>
+struct Ends {
+    const Arguments& a;
+    const Shared& shared;
+    const float* sums;
+    const u16 *bias, *residual;
+    u16* out;
+    float* partial;
+    u32 biases[P::sides], residue;
+
+    // What a thread adds to its first sums, asked for before anything is waited for.
+    __device__ __forceinline__ Ends(
+        const Arguments& a, const Shared& shared, const float* sums, const u16* bias, const u16* residual, u16* out, float* partial)
+        : a(a), shared(shared), sums(sums), bias(bias), residual(residual), out(out), partial(partial), residue(ABSENT) {
+        const int row = threadIdx.x / 4 % FITS, of_batch = threadIdx.x / 4 / FITS * P::parts + P::part();
+        const int unit = P::unit(P::first(), of_batch);
+        const bool adds = P::batches == 1 && row < a.rows && of_batch < P::batch && unit < P::end();
+        if (adds && bias)
+#pragma unroll
+            for (int side = 0; side < P::sides; side++) biases[side] = __ldg(bias_at(unit, side, 2 * (threadIdx.x % 4)));
+        if (OUT == RESIDUAL && adds) residue = fresh4(residual_at(row, unit * 8 + 2 * (threadIdx.x % 4)));
+    }
+
+    __device__ __forceinline__ const u32* bias_at(int unit, int side, int column) const {
+        return (const u32*)(bias + P::weight_row(unit, side) + column);
+    }
+    __device__ __forceinline__ const u16* residual_at(int row, int n) const {
+        return (residual ? residual + row * E : shared.embedded[row]) + n;
+    }
+    __device__ __forceinline__ float* meeting(int unit, int part, int row, int column) const {
+        return partial + ((((u64)unit * P::parts + part) * ROWS + row) * 8 + column);
+    }
+
+    __device__ __forceinline__ float2 summed(int of_batch, int side, int row, int column) const {
+        float2 total = make_float2(0, 0);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            float2 part = *(float2*)(sums + ((w * P::tiles + of_batch * P::sides + side) * 8 * HALVES + row) * 8 + column);
+            total.x += part.x, total.y += part.y;
+        }
+        return total;
+    }
+
+    // A block's part of the units that others add up.
+    __device__ __forceinline__ void send(int begin, int count) const {
 #pragma unroll 1
-            for (int pair = threadIdx.x; pair < count * FITS * 4; pair += WORKERS) {
-                const int column = 2 * (pair % 4), row = pair / 4 % FITS, of_batch = pair / 4 / FITS;
-                if (row >= a.rows || of_batch % P::parts == P::part()) continue;
-                float2 total = summed(of_batch, 0, row, column);
-                put8(meeting(P::unit(begin, of_batch), P::part(), row, column), __float_as_uint(total.x), __float_as_uint(total.y));
+        for (int pair = threadIdx.x; pair < count * FITS * 4; pair += WORKERS) {
+            const int column = 2 * (pair % 4), row = pair / 4 % FITS, of_batch = pair / 4 / FITS;
+            if (row >= a.rows || of_batch % P::parts == P::part()) continue;
+            float2 total = summed(of_batch, 0, row, column);
+            put8(meeting(P::unit(begin, of_batch), P::part(), row, column), __float_as_uint(total.x), __float_as_uint(total.y));
+        }
+    }
+
+    // With the parts of the others, in the order of the parts.
+    __device__ __forceinline__ float2 met(float2 own, int unit, int row, int column) const {
+        uint2 others[P::parts];
+        for (u32 turns = 0;; turns++) {
+            bool missing = false;
+#pragma unroll
+            for (int part = 0; part < P::parts; part++)
+                if (part != P::part()) others[part] = fresh8(meeting(unit, part, row, column));
+#pragma unroll
+            for (int part = 0; part < P::parts; part++)
+                missing |= part != P::part() && (others[part].x == ABSENT || others[part].y == ABSENT);
+            if (!missing) break;
+            if (turns == MOST_TURNS) __trap();
+        }
+        float2 all = make_float2(0, 0);
+#pragma unroll
+        for (int part = 0; part < P::parts; part++) {
+            all.x += part == P::part() ? own.x : __uint_as_float(others[part].x);
+            all.y += part == P::part() ? own.y : __uint_as_float(others[part].y);
+        }
+        return all;
+    }
+    __device__ __forceinline__ void forget(int unit, int row, int column) const {
+#pragma unroll
+        for (int part = 0; part < P::parts; part++)
+            if (part != P::part()) put8(meeting(unit, part, row, column), ABSENT, ABSENT);
+    }
+
+    __device__ __forceinline__ void write(float2 (&total)[P::sides], bool is_first, int unit, int row, int column) const {
+        const int n = unit * 8 + column, width = OUT == GATED ? N / 2 : N;
+        if (bias)
+#pragma unroll
+            for (int side = 0; side < P::sides; side++) {
+                u32 add = P::batches == 1 && is_first ? biases[side] : __ldg(bias_at(unit, side, column));
+                total[side].x += low(add), total[side].y += high(add);
             }
+        u32 result = packed(total[0].x, total[0].y);
+        if (OUT == RESIDUAL) {
+            u32 before = is_first && residue != ABSENT ? residue : awaited4(residual_at(row, n));
+            result = packed(low(before) + low(result), high(before) + high(result));
+        }
+        if (OUT == GATED) {
+            u32 up = packed(total[P::sides - 1].x, total[P::sides - 1].y);
+            float first = low(result), second = high(result);
+            u32 active = packed(first / (1.f + __expf(-first)), second / (1.f + __expf(-second)));
+            result = packed(low(active) * low(up), high(active) * high(up));
+        }
+        if (OUT == LOGITS) put4(out + (u64)row * width + n, result);
+        else give4(out + (u64)row * width + n, result);
+    }
+
+    // A batch of units.
+    __device__ __forceinline__ void finish(int begin, int count) const {
+        if (P::parts > 1) send(begin, count);
 #pragma unroll 1
         for (int pair = threadIdx.x; pair < P::batch * FITS * 4; pair += WORKERS) {
             const int column = 2 * (pair % 4), row = pair / 4 % FITS, of_batch = pair / 4 / FITS * P::parts + P::part();
@@ -517,33 +575,48 @@ __device__ __forceinline__ void work(
             float2 total[P::sides];
 #pragma unroll
             for (int side = 0; side < P::sides; side++) total[side] = summed(of_batch, side, row, column);
-            if (P::parts > 1) {
-                uint2 others[P::parts];
-                for (u32 turns = 0;; turns++) {
-                    bool missing = false;
-#pragma unroll
-                    for (int part = 0; part < P::parts; part++)
-                        if (part != P::part()) others[part] = fresh8(meeting(unit, part, row, column));
-#pragma unroll
-                    for (int part = 0; part < P::parts; part++)
-                        missing |= part != P::part() && (others[part].x == ABSENT || others[part].y == ABSENT);
-                    if (!missing) break;
-                    if (turns == MOST_TURNS) __trap();
-                }
-                float2 all = make_float2(0, 0);
-#pragma unroll
-                for (int part = 0; part < P::parts; part++) {
-                    all.x += part == P::part() ? total[0].x : __uint_as_float(others[part].x);
-                    all.y += part == P::part() ? total[0].y : __uint_as_float(others[part].y);
-                }
-                total[0] = all;
-            }
-            finished(total, pair == threadIdx.x, unit, row, column);
-            if (P::parts > 1)
-#pragma unroll
-                for (int part = 0; part < P::parts; part++)
-                    if (part != P::part()) put8(meeting(unit, part, row, column), ABSENT, ABSENT);
+            if (P::parts > 1) total[0] = met(total[0], unit, row, column);
+            write(total, pair == threadIdx.x, unit, row, column);
+            if (P::parts > 1) forget(unit, row, column);
         }
+    }
+};
+
+// A block's share of a product. What is asked for and written is as `Activations` and `Ends` say.
+template <class P, int K, int N, Out OUT, bool NORMS, bool BY_ROW = false>
+__device__ __forceinline__ void work(
+    Ring& ring, Shared& shared, float* sums, const Arguments& a, const u16* from, const u16* gain, const u16* bias,
+    const u16* residual, u16* out, float* partial = 0) {
+    if (!P::has_share()) return;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Activations<P, K, NORMS, BY_ROW> x(a, shared, from, gain);
+    const Ends<P, N, OUT> ends(a, shared, sums, bias, residual, out, partial);
+    x.begin();
+#pragma unroll 1
+    for (int begin = P::first(); begin < P::end(); begin = P::next(begin)) {
+        int count = P::parts > 1 ? P::end() - begin : (P::units - begin + BLOCKS - 1) / BLOCKS;
+        if (count > P::batch) count = P::batch;
+        // The warp's sums, where the others find them: [warp][tile][row][8 columns].
+        float* mine = sums + (warp * P::tiles * 8 * HALVES + g) * 8 + 2 * t;
+#pragma unroll 1
+        for (int c = P::first_chunk(); c < P::end_chunk(); c += P::held) {
+            x.next(c);
+#pragma unroll
+            for (int cc = 0; cc < P::held; cc++) {
+                if (c + cc >= P::end_chunk()) break;
+                const int blocks = P::blocks_of(c + cc);
+                const bool adds = c + cc > P::first_chunk();
+                int tile = 0;
+                // Two tiles at a time, so that products wait less for those before.
+                if (PAIRS && P::tiles > 1)
+#pragma unroll 1
+                    for (; tile + 1 < count * P::sides; tile += 2) multiplied<P, 2>(ring, x.held[cc], blocks, mine + tile * HALVES * 64, adds);
+#pragma unroll 1
+                for (; tile < count * P::sides; tile++) multiplied<P, 1>(ring, x.held[cc], blocks, mine + tile * HALVES * 64, adds);
+            }
+        }
+        meet_workers();
+        ends.finish(begin, count);
         meet_workers();
     }
 }

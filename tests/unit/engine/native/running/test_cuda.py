@@ -65,6 +65,23 @@ def test_logprobs_are_those_of_transformers(oracle: PreTrainedModel, tmp_path: P
             assert_scored(oracle, request, completion)
 
 
+@pytest.mark.parametrize("rows", [40, 64, 128, 256, 512])
+def test_so_are_those_of_many_rows(oracle: PreTrainedModel, tmp_path: Path, rows: int) -> None:
+    drawn = np.random.default_rng(rows)
+    prompts = [drawn.integers(2, VOCAB_SIZE, int(drawn.integers(1, 60))).astype(np.int32) for _ in range(rows // 8)]
+    asked = [GenerateRequest(prompt, SamplingParams(max_tokens=24, n=8, seed=number)) for number, prompt in enumerate(prompts)]
+    decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
+    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=rows, kv_cache_memory_bytes=2**26))
+    off = [
+        off_by(oracle, request, completion)
+        for request, completions in zip(asked, engine.generate(asked), strict=True)
+        for completion in completions
+    ]
+    assert engine.stats.steps < 48, "they did not run together"
+    assert np.concatenate(off).mean() < 0.1
+    assert max(each.mean() for each in off) < 0.3
+
+
 @pytest.mark.parametrize("weights", [False, True])
 def test_sleep_frees_what_it_says_and_requests_go_on_after_it(oracle: PreTrainedModel, tmp_path: Path, weights: bool) -> None:
     engine = make_engine(tmp_path)
