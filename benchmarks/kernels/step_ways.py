@@ -34,7 +34,7 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.running import cuda
 from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.some_rows import SomeRows
-from redline.kernels.decode import few_rows, one_launch, parts
+from redline.kernels.decode import few_rows, gated, one_launch
 from redline.lab.material.networks import random_decoder
 from redline.lab.material.prompts import random_prompts
 from redline.lab.measure.machine import Machine, measure_machine
@@ -62,7 +62,7 @@ SIZES = {
 """Hidden units, inner ones, layers, heads, key/value heads, the size of a head, and the vocabulary."""
 UNTIED = ("qwen2.5-7b", "qwen2.5-14b", "llama-3.1-8b")
 WAYS = ("one", "few", "some", "forward")
-MOST_ROWS = {"one": one_launch.MOST_ROWS, "few": few_rows.MOST_ROWS, "some": parts.MOST_ROWS, "forward": 10**9}
+MOST_ROWS = {"one": one_launch.MOST_ROWS, "few": few_rows.MOST_ROWS, "some": gated.MOST_ROWS, "forward": 10**9}
 """That a way can take, however slowly."""
 
 

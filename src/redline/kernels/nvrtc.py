@@ -8,17 +8,20 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Mapping
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
 _SUCCESS = 0
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_BFLOAT16, _SWIZZLE_128, _PROMOTE_128 = 9, 3, 2  # of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion
+_MAP_ALIGNMENT = 64
 
 
 class CompileError(RuntimeError):
@@ -83,15 +86,36 @@ class _Launch(ctypes.Structure):
     ]
 
 
+TensorMap = c_uint64 * 16
+"""`CUtensorMap`: what the copy engine of Hopper knows of a tensor."""
+
+
+def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[c_uint64]:
+    """For a contiguous bfloat16 tensor that is copied a box at a time: of its last dimension 64 numbers, which lie in shared
+    memory as tensor cores want them (128 swizzled bytes). What lies outside the tensor is zeros."""
+    assert tensor.dtype is torch.bfloat16
+    assert tensor.is_contiguous()
+    dims = tensor.dim()
+    sizes, strides = tensor.shape[::-1], [stride * tensor.element_size() for stride in tensor.stride()[-2::-1]]
+    room = ctypes.create_string_buffer(2 * ctypes.sizeof(TensorMap))
+    place = -(-ctypes.addressof(room) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    status = _driver().cuTensorMapEncodeTiled(
+        place, _BFLOAT16, dims, tensor.data_ptr(), (c_uint64 * dims)(*sizes), (c_uint64 * (dims - 1))(*strides),
+        (c_uint * dims)(*box[::-1]), (c_uint * dims)(*[1] * dims), 0, _SWIZZLE_128, _PROMOTE_128, 0,
+    )  # fmt: skip
+    _check(status)
+    return TensorMap.from_buffer_copy(ctypes.string_at(place, ctypes.sizeof(TensorMap)))
+
+
 class Kernel:
     """One function of a cubin."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
         torch.cuda.current_stream()  # a context
         self._driver, self._module, self._function = _driver(), c_void_p(), c_void_p()
-        self._check(self._driver.cuModuleLoadData(byref(self._module), cubin))
-        self._check(self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
-        self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_MEMORY, shared_bytes))
+        _check(self._driver.cuModuleLoadData(byref(self._module), cubin))
+        _check(self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
+        _check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_MEMORY, shared_bytes))
         self._shared_bytes = shared_bytes
 
     def launch_grid(
@@ -103,22 +127,21 @@ class Kernel:
         stream, size = torch._C._cuda_getCurrentRawStream(device), self._shared_bytes
         launch = _Launch((*grid, 1), (threads, 1, 1), size, stream, ctypes.pointer(attribute), int(early))
         parameters = (c_void_p * 1)(ctypes.addressof(arguments))
-        self._check(self._driver.cuLaunchKernelEx(byref(launch), self._function, parameters, None))
+        _check(self._driver.cuLaunchKernelEx(byref(launch), self._function, parameters, None))
 
     def launch(self, blocks: int, threads: int, arguments: ctypes.Structure, device: int) -> None:
         """Blocks that are all on the device at once: they may wait for each other. Otherwise the same."""
         parameters = (c_void_p * 1)(ctypes.addressof(arguments))
         stream = c_void_p(torch._C._cuda_getCurrentRawStream(device))
         size = self._shared_bytes
-        self._check(
-            self._driver.cuLaunchCooperativeKernel(self._function, blocks, 1, 1, threads, 1, 1, size, stream, parameters)
-        )
+        _check(self._driver.cuLaunchCooperativeKernel(self._function, blocks, 1, 1, threads, 1, 1, size, stream, parameters))
 
-    def _check(self, status: int) -> None:
-        if status != _SUCCESS:
-            said = c_char_p()
-            self._driver.cuGetErrorString(status, byref(said))
-            raise RuntimeError(f"CUDA: {(said.value or b'unknown error').decode()}")
+
+def _check(status: int) -> None:
+    if status != _SUCCESS:
+        said = c_char_p()
+        _driver().cuGetErrorString(status, byref(said))
+        raise RuntimeError(f"CUDA: {(said.value or b'unknown error').decode()}")
 
 
 @cache
@@ -127,6 +150,7 @@ def _driver() -> Any:
     library.cuLaunchCooperativeKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p)]
     library.cuLaunchKernelEx.argtypes = [POINTER(_Launch), c_void_p, POINTER(c_void_p), c_void_p]
     library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
+    library.cuTensorMapEncodeTiled.argtypes = [c_void_p, c_int, c_uint, *[c_void_p] * 5, *[c_int] * 4]
     return library
 
 

@@ -8,9 +8,11 @@ Products with few columns are cut along K (`kernels/decode/parts.py`), and the n
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redline.kernels.decode import gated
 from redline.kernels.decode.few_rows import GATED_ROWS, can_overlap, product
 from redline.kernels.decode.parts import MOST_ROWS, parts_of, product_in_parts
 from redline.kernels.decoder_steps import add_rms_norm, silu_mul
@@ -25,8 +27,12 @@ class SomeRows:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self.most_rows = MOST_ROWS
-        self._early = can_overlap(decoder.embed.device)
+        device, layer = decoder.embed.device, decoder.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        self._early = can_overlap(device)
+        self._has_gated = gated.serves(layer.gate_up.weight, layer.gate_up.bias)
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self._has_gated else 0
+        self.most_rows = gated.MOST_ROWS if self._has_gated else MOST_ROWS
 
     def begins_early(self, rows: int) -> bool:
         """Whether own launches begin before the one in front of them has ended."""
@@ -42,8 +48,16 @@ class SomeRows:
             heads_BX = F.linear(normed_BE, layer.qkv.weight, layer.qkv.bias)
             out_BHD = attend.attend_fused(layer, heads_BX.view(len(tokens_B), -1, decoder.spec.head_dim))
             x_BE, normed_BE = add_rms_norm(x_BE, _in_parts(out_BHD.flatten(1), layer.o), layer.mlp_norm, eps, early=early)
-            delta = _in_parts(_gated(normed_BE, layer.gate_up, early), layer.down)
+            delta = _in_parts(self._gated(normed_BE, layer.gate_up, early), layer.down)
         return F.linear(add_rms_norm(x_BE, delta, decoder.norm, eps, early=early)[1], decoder.output_weight)
+
+    def _gated(self, x_BE: Tensor, by: nn.Linear, early: bool) -> Tensor:
+        """silu(gate) · up, [B, I]."""
+        rows = len(x_BE)
+        if rows <= GATED_ROWS:
+            return product(x_BE, by.weight, by.bias, room=None, is_gated=True, early=early)
+        tile = gated.tile_of(rows, len(by.weight) // 2, x_BE.shape[1], self._multiprocessors) if self._has_gated else None
+        return silu_mul(F.linear(x_BE, by.weight, by.bias)) if tile is None else gated.gated_product(x_BE, by.weight, tile)
 
 
 def _in_parts(x_BK: Tensor, by: nn.Linear) -> Tensor:
@@ -51,10 +65,3 @@ def _in_parts(x_BK: Tensor, by: nn.Linear) -> Tensor:
     bias: Tensor | None = by.bias
     parts = parts_of(len(x_BK), *by.weight.shape) if bias is None else 1
     return F.linear(x_BK, by.weight, bias) if parts == 1 else product_in_parts(x_BK, by.weight, parts)
-
-
-def _gated(x_BE: Tensor, by: nn.Linear, early: bool) -> Tensor:
-    """silu(gate) · up, [B, I]."""
-    if len(x_BE) <= GATED_ROWS:
-        return product(x_BE, by.weight, by.bias, room=None, is_gated=True, early=early)
-    return silu_mul(F.linear(x_BE, by.weight, by.bias))

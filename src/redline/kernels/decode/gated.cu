@@ -1,0 +1,184 @@
+// silu(x · gateᵀ) · (x · upᵀ) of many rows, bfloat16, on Hopper. A block computes one tile of the result.
+//
+// Its first warpgroups multiply, 64 · TALL rows each; one thread of the last one asks the copy engine for 64 of K at a time, into
+// a ring of STAGES. Gate and up of a column end in the same thread, which rounds where eager torch rounds. Two blocks with the
+// same columns (SHARED) bring half of the weights each, for both. Weights do not depend on the launch in front of this one, so
+// they are asked for before it has ended.
+//
+// Macros: COLUMNS of a tile, GROUPS of warps that multiply, TALL, STAGES, SHARED. `multiply` comes with them (`gated.py`).
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int ROWS = 64 * TALL * GROUPS;
+constexpr int INNER = 64;         // of K, in a stage
+constexpr int LINE = 2 * INNER;   // bytes of a row in a stage; eight rows are one pattern of the copy engine's swizzle
+constexpr int STAGE = (ROWS + 2 * COLUMNS) * LINE;
+constexpr int PITCH = 2 * COLUMNS + 16;  // bytes of a row of the result, on its way out: no two lanes meet in a bank
+constexpr int THREADS = 128 * (GROUPS + 1);
+
+struct alignas(64) Map { u64 words[16]; };  // CUtensorMap
+
+struct Arguments {
+    Map x;       // [rows, inner]
+    Map weight;  // [2, columns, inner]: gate, up
+    u16* out;    // [rows, columns]
+    int rows, columns, inner;
+};
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+__device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+// ── barriers and copies ───────────────────────────────────────────────────────────────────────────────────────────────
+
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred there;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n@!there bra again;\n}"
+        ::"r"(barrier), "r"(parity) : "memory");
+}
+// At the same barrier of a block of the cluster.
+__device__ __forceinline__ void arrive(u32 barrier, u32 block) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+        ::"r"(barrier), "r"(block) : "memory");
+}
+__device__ __forceinline__ void bring_x(u32 to, const Map& x, int inner, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(to), "l"(&x), "r"(inner), "r"(row), "r"(barrier) : "memory");
+}
+// To the same place in all blocks of the cluster.
+__device__ __forceinline__ void bring_weight(u32 to, const Map& weight, int inner, int column, int half, u32 barrier) {
+#if SHARED > 1
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;"
+        ::"r"(to), "l"(&weight), "r"(inner), "r"(column), "r"(half), "r"(barrier), "h"((u16)((1 << SHARED) - 1)) : "memory");
+#else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        ::"r"(to), "l"(&weight), "r"(inner), "r"(column), "r"(half), "r"(barrier) : "memory");
+#endif
+}
+
+struct Ring {
+    u32 stages, full, empty;
+
+    __device__ __forceinline__ u32 x(int stage) const { return stages + stage * STAGE; }
+    __device__ __forceinline__ u32 weight(int stage) const { return x(stage) + ROWS * LINE; }
+
+    __device__ __forceinline__ void begin() const {
+        for (int stage = 0; stage < STAGES; stage++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * stage));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * stage), "n"(GROUPS * SHARED));
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+    }
+};
+
+// ── the thread that brings ────────────────────────────────────────────────────────────────────────────────────────────
+
+__device__ __forceinline__ void bring(const Arguments& a, const Ring& ring, int turns) {
+    const int row = blockIdx.y * ROWS, column = blockIdx.x * COLUMNS, share = blockIdx.y % SHARED;
+    auto weights = [&](int turn, int stage) {
+        for (int half = share; half < 2; half += SHARED)
+            bring_weight(ring.weight(stage) + half * COLUMNS * LINE, a.weight, turn * INNER, column, half, ring.full + 8 * stage);
+    };
+    const int first = turns < STAGES ? turns : STAGES;
+    for (int turn = 0; turn < first; turn++) {
+        expect(ring.full + 8 * turn, STAGE);
+        weights(turn, turn);
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int turn = 0; turn < first; turn++) bring_x(ring.x(turn), a.x, turn * INNER, row, ring.full + 8 * turn);
+    for (int turn = first; turn < turns; turn++) {
+        const int stage = turn % STAGES;
+        wait(ring.empty + 8 * stage, turn / STAGES % 2 == 0);
+        expect(ring.full + 8 * stage, STAGE);
+        weights(turn, stage);
+        bring_x(ring.x(stage), a.x, turn * INNER, row, ring.full + 8 * stage);
+    }
+}
+
+// ── those that multiply ───────────────────────────────────────────────────────────────────────────────────────────────
+
+// Rows of a stage, as tensor cores want to be told of them: swizzled lines, eight of them 1,024 bytes apart.
+__device__ __forceinline__ u64 operand(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+
+typedef float Sums[TALL][COLUMNS];  // of a thread: gate in the first half, up in the second
+
+__device__ __forceinline__ void multiply_all(Sums& sums, const Ring& ring, int turns) {
+    const int group = threadIdx.x / 128, in_group = threadIdx.x % 128;
+    for (int turn = 0; turn < turns; turn++) {
+        const int stage = turn % STAGES;
+        wait(ring.full + 8 * stage, turn / STAGES % 2);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < INNER / 16; k++)
+#pragma unroll
+            for (int t = 0; t < TALL; t++)
+                multiply(sums[t], operand(ring.x(stage) + (group * TALL + t) * 64 * LINE + 32 * k), operand(ring.weight(stage) + 32 * k));
+        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+        // The stage before has been read; those of the last turns are asked for by nobody.
+        if (turn > 0 && turn - 1 + STAGES < turns && in_group < SHARED) arrive(ring.empty + 8 * ((turn - 1) % STAGES), in_group);
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int t = 0; t < TALL; t++)
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) asm volatile("" : "+f"(sums[t][i])::"memory");
+}
+
+// A warp's 16 · TALL rows of the tile, through `room` of its own, so that they are written in lines.
+__device__ __forceinline__ void write(const Arguments& a, const Sums& sums, unsigned char* room) {
+    constexpr int UP = COLUMNS / 2, CHUNKS = COLUMNS / 8;  // of 16 bytes
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * COLUMNS;
+#pragma unroll
+    for (int t = 0; t < TALL; t++) {
+#pragma unroll
+        for (int i = 0; i < UP; i += 2) {
+            const int row = i / 2 % 2 * 8 + lane / 4, column = i / 4 * 8 + lane % 4 * 2;
+            const u32 gate = packed(sums[t][i], sums[t][i + 1]), up = packed(sums[t][UP + i], sums[t][UP + i + 1]);
+            const u32 active = packed(silu(low(gate)), silu(high(gate)));
+            *(u32*)(room + row * PITCH + 2 * column) = packed(low(active) * low(up), high(active) * high(up));
+        }
+        __syncwarp();
+        const int top = blockIdx.y * ROWS + (warp / 4 * TALL + t) * 64 + warp % 4 * 16;
+        for (int i = lane; i < 16 * CHUNKS; i += 32) {
+            const int row = top + i / CHUNKS, column = first + i % CHUNKS * 8;
+            if (row < a.rows && column < a.columns)
+                *(uint4*)(a.out + (u64)row * a.columns + column) = *(uint4*)(room + i / CHUNKS * PITCH + i % CHUNKS * 16);
+        }
+        __syncwarp();
+    }
+}
+
+extern "C" __global__ __cluster_dims__(1, SHARED, 1) __launch_bounds__(THREADS, 1) void gated(const __grid_constant__ Arguments a) {
+    extern __shared__ unsigned char memory[];
+    unsigned char* room = (unsigned char*)(((u64)memory + 1023) & ~1023ull);
+    const u32 stages = (u32)__cvta_generic_to_shared(room);
+    const Ring ring = {stages, stages + STAGES * STAGE, stages + STAGES * (STAGE + 8)};
+    const int turns = (a.inner + INNER - 1) / INNER;
+    if (threadIdx.x == 0) ring.begin();
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (threadIdx.x >= 128 * GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == 128 * GROUPS) bring(a, ring, turns);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 240 : 160));
+        Sums sums = {};
+        multiply_all(sums, ring, turns);
+        asm volatile("bar.sync 1, %0;" ::"n"(128 * GROUPS) : "memory");  // nobody reads the stages any more
+        write(a, sums, room + threadIdx.x / 32 * 16 * PITCH);
+    }
+}
