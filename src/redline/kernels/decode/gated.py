@@ -24,6 +24,8 @@ from redline.kernels import nvrtc
 SOURCE = Path(__file__).with_suffix(".cu")
 LEAST_ROWS, MOST_ROWS = 65, 512
 """Fewer are read by narrow programs (`few_rows`); more take several tiles to a block, which cuBLAS overlaps."""
+WIDE = 2048
+"""Hidden units from which cuBLAS is as fast: where products take long, less is won around them."""
 FULL = 0.7
 """Of a tile's rows: where fewer are in use, cuBLAS has a lower tile."""
 SHAPES = ((2, 1, 128), (3, 1, 96), (2, 2, 96))
@@ -111,7 +113,7 @@ def serves(weight: Tensor, bias: Tensor | None) -> bool:
     if bias is not None or weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return False
     both, inner = weight.shape
-    return weight.dtype is torch.bfloat16 and both % 16 == 0 and inner % 8 == 0 and nvrtc.is_there()
+    return weight.dtype is torch.bfloat16 and both % 16 == 0 and inner % 8 == 0 and inner < WIDE and nvrtc.is_there()
 
 
 def gated_product(x_BK: Tensor, weight_NK: Tensor, tile: Tile) -> Tensor:
