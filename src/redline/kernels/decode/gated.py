@@ -109,11 +109,12 @@ def _tiles(rows: int, columns: int, multiprocessors: int) -> Iterator[tuple[int,
 
 
 def serves(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is such a kernel for a device, a dtype and a shape."""
+    """Whether there is such a kernel for a device, a dtype, a shape and a place: the copy engine takes 16 bytes at a time."""
     if bias is not None or weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return False
     both, inner = weight.shape
-    return weight.dtype is torch.bfloat16 and both % 16 == 0 and inner % 8 == 0 and inner < WIDE and nvrtc.is_there()
+    is_placed = both % 16 == 0 and inner % 8 == 0 and weight.data_ptr() % 16 == 0
+    return weight.dtype is torch.bfloat16 and is_placed and inner < WIDE and nvrtc.is_there()
 
 
 def gated_product(x_BK: Tensor, weight_NK: Tensor, tile: Tile) -> Tensor:

@@ -27,10 +27,9 @@ class SomeRows:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        device, layer = decoder.embed.device, decoder.layers[0]
-        assert isinstance(layer, DecoderLayer)
+        device, layers = decoder.embed.device, [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
         self._early = can_overlap(device)
-        self._has_gated = gated.serves(layer.gate_up.weight, layer.gate_up.bias)
+        self._has_gated = all(gated.serves(layer.gate_up.weight, layer.gate_up.bias) for layer in layers)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self._has_gated else 0
         self.most_rows = gated.MOST_ROWS if self._has_gated else MOST_ROWS
 
