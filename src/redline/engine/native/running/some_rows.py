@@ -1,9 +1,10 @@
-"""A decode step of some rows through the network, as `Decoder.forward` does it: more than few, and fewer than occupy the device
-by themselves.
+"""A decode step of some rows through the network, as `Decoder.forward` does it: more than few, and fewer than fill the device's
+tensor cores.
 
     x, parts ─► norm ─► qkv ─► attention ─► o, in parts ─► norm ─► gate, up, silu ─► down, in parts ─► the next layer
 
-Products with few columns are cut along K (`kernels/decode/parts.py`), and the norm behind them adds the parts up.
+Products with few columns are cut along K (`kernels/decode/parts.py`), and the norm behind them adds the parts up. Gate, up and
+silu are one launch, of few rows by `kernels/decode/few_rows.py`, of more by `kernels/decode/gated.py`.
 """
 
 from __future__ import annotations
