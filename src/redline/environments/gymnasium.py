@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
-from redline.environments.drawn import drawn
+from redline.environments.drawn import seeded_task
 from redline.errors import ConfigError
 from redline.types import Reaction, Task
 
@@ -77,14 +77,10 @@ class Gymnasium:
     # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def train(self, index: int) -> Task:
-        return self._task("train", index)
+        return seeded_task(self._id, self._seed, "train", index)
 
     def held_out(self, count: int) -> list[Task]:
-        return [self._task("held_out", index) for index in range(count)]
-
-    def _task(self, part: str, index: int) -> Task:
-        seed = 2 * drawn(self._seed, part, index).getrandbits(29) + (part == "train")  # no seed is in both parts
-        return Task(f"{self._id}/{part}/{index}", [{"role": "user", "content": self._id}], data={"seed": seed})
+        return [seeded_task(self._id, self._seed, "held_out", index) for index in range(count)]
 
     # ── one game ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import textarena
 
-from redline.environments.drawn import drawn
+from redline.environments.drawn import seeded_task
 from redline.errors import ConfigError, boundary, in_words
 from redline.ports import Policy, Score
 from redline.types import Message, Task
@@ -54,14 +54,10 @@ class TextArena:
             ) from caught.error
 
     def train(self, index: int) -> Task:
-        return self._task("train", index)
+        return seeded_task(self._id, self._seed, "train", index)
 
     def held_out(self, count: int) -> list[Task]:
-        return [self._task("held_out", index) for index in range(count)]
-
-    def _task(self, part: str, index: int) -> Task:
-        seed = 2 * drawn(self._seed, part, index).getrandbits(29) + (part == "train")  # no seed is in both parts
-        return Task(f"{self._id}/{part}/{index}", [{"role": "user", "content": self._id}], data={"seed": seed})
+        return [seeded_task(self._id, self._seed, "held_out", index) for index in range(count)]
 
     async def play(self, task: Task, policy: Policy) -> Score | Mapping[str, Score]:
         game = _Game(self._id, self._kwargs, self._players, int(task.data["seed"]))

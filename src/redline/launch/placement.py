@@ -10,7 +10,7 @@ cannot be placed is refused here, before anything loads and before there is a ru
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,41 +140,46 @@ def _transport(config: Config, engines: tuple[Place, ...]) -> str:
     wanted = config.placement.transport
     if config.engine.kind == "openai" or wanted == "http":
         return _transport_to_server(config)
-    remote = any(place.joins_at for place in engines)
     elsewhere = [place.device for place in engines if place.device not in ("cpu", TRAINER_GPU) and not place.joins_at]
-    has_shared_memory = hasattr(os, "memfd_create")  # of the kind that we use, which is Linux's
-    fits = "shared" if not engines else "broadcast" if elsewhere or remote or not has_shared_memory else "cuda_ipc"
+    crosses = bool(elsewhere) or any(place.joins_at for place in engines) or not _has_shared_memory()
+    fits = "shared" if not engines else "broadcast" if crosses else "cuda_ipc"
+    if wanted == "auto":
+        return fits
     if wanted == "shared" and engines:
         raise ConfigError(
             f"placement.transport = shared: {len(engines)} engines in processes of their own do not read the trainer's weights",
             f"leave it out, which takes {fits}; or set placement.engines=0 to sample in the trainer's process",
         )
-    if wanted not in ("auto", "shared") and not engines:
+    if wanted != "shared" and not engines:
         raise ConfigError(
             f"placement.transport = {wanted}: the engine is in the trainer's process and reads its weights; nothing moves",
             "leave it out; or set placement.engines=1 for an engine in a process of its own",
         )
-    if wanted == "cuda_ipc" and remote:
-        raise ConfigError(
-            "placement.transport = cuda_ipc: engines on other machines do not see the memory of this one",
-            f"leave it out, which takes {fits}; or checkpoint_engine, where all machines see the run folder",
-        )
-    if wanted == "cuda_ipc" and engines and config.engine.kind != "native" and config.run.device == "cuda":
-        raise ConfigError(
-            f"placement.transport = cuda_ipc: engine.kind = {config.engine.kind} loads weights from host memory",
-            f"leave it out, which takes {fits}",
-        )
-    if wanted == "cuda_ipc" and elsewhere:
-        raise ConfigError(
-            f"placement.transport = cuda_ipc: the trainer is on {TRAINER_GPU}, and an engine on {elsewhere[0]} does not see it",
-            f"leave it out, which takes {fits}",
-        )
-    if wanted == "cuda_ipc" and not has_shared_memory:
-        raise ConfigError(
-            "placement.transport = cuda_ipc: it needs shared memory without a name, which Linux has",
-            f"leave it out, which takes {fits}",
-        )
-    return fits if wanted == "auto" else wanted
+    if wanted == "cuda_ipc":
+        _check_shared_memory(config, engines, elsewhere, fits)
+    return wanted
+
+
+def _has_shared_memory() -> bool:
+    """Whether this system has shared memory of the kind that we use, without a name: Linux's."""
+    return hasattr(os, "memfd_create")
+
+
+def _check_shared_memory(config: Config, engines: tuple[Place, ...], elsewhere: Sequence[str], fits: str) -> None:
+    """Raise `ConfigError` where `cuda_ipc` does not reach these engines; `elsewhere` are their devices beside the trainer's."""
+    otherwise = f"leave it out, which takes {fits}"
+    if any(place.joins_at for place in engines):
+        why = "engines on other machines do not see the memory of this one"
+        otherwise += "; or checkpoint_engine, where all machines see the run folder"
+    elif config.engine.kind != "native" and config.run.device == "cuda":
+        why = f"engine.kind = {config.engine.kind} loads weights from host memory"
+    elif elsewhere:
+        why = f"the trainer is on {TRAINER_GPU}, and an engine on {elsewhere[0]} does not see it"
+    elif not _has_shared_memory():
+        why = "it needs shared memory without a name, which Linux has"
+    else:
+        return
+    raise ConfigError(f"placement.transport = cuda_ipc: {why}", otherwise)
 
 
 def _transport_to_server(config: Config) -> str:

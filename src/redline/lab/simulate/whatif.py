@@ -67,6 +67,16 @@ class WhatIf:
     """Mean hours between two losses of one engine; 0: never."""
     recovery_s: float = 60.0
 
+    @property
+    def attempts(self) -> int:
+        """Attempts under way at once: groups_per_step · group_size · (max_lag + 1)."""
+        return self.groups_per_step * self.group_size * (self.max_lag + 1)
+
+    @property
+    def rows(self) -> float:
+        """Rows that one engine decodes at once: min(max_num_seqs, attempts / engines)."""
+        return min(self.max_num_seqs, self.attempts / self.engines)
+
 
 KEYS = {
     "placement.engines": "engines",
@@ -91,7 +101,7 @@ class Prediction:
     step_s: float
     low_s: float
     high_s: float
-    """Of the seeds, and wider by what the replay is off by and by what the recorded steps vary."""
+    """The range over the seeds, wider by what the replay is off by and by what the recorded steps vary."""
     lags: Mapping[int, float]
     """Lag → share of the groups that were trained on at it."""
     trainer_waits: float
@@ -172,7 +182,8 @@ def simulate(recording: Recording, overrides: Sequence[str]) -> Answer:
     """Answer a what-if. Raises `ConfigError` outside of what the recording supports. Blocks for seconds."""
     recorded = recorded_settings(recording.config)
     wanted = changed(recorded, overrides)
-    assumptions = tuple(_supported(recording, recorded, wanted))
+    _refuse_what_cannot_be_told(recording, wanted)
+    assumptions = tuple(_assumed(recording, recorded, wanted))
     measured_s, replayed = float(recording.step_s.mean()), _predicted(recording, recorded, recorded)
     if abs(replayed.step_s / measured_s - 1) > MOST_OFF:
         raise ConfigError(
@@ -190,14 +201,12 @@ def _unsure(step_s: np.ndarray) -> float:
     return float(2 * step_s.std() / np.sqrt(len(step_s)) / step_s.mean())
 
 
-def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[str]:
-    """What has to be assumed. Raises `ConfigError` where too much would have to be."""
-    attempts = wanted.groups_per_step * wanted.group_size * (wanted.max_lag + 1)
+def _refuse_what_cannot_be_told(recording: Recording, wanted: WhatIf) -> None:
+    """Raise `ConfigError` where too much would have to be assumed."""
+    attempts, rows = wanted.attempts, wanted.rows
     if attempts > MOST_AT_ONCE:
         raise ConfigError(f"{attempts:,} attempts at once are more than {MOST_AT_ONCE:,}", "simulate a part of such a machine")
-    rows = min(wanted.max_num_seqs, attempts / wanted.engines)
-    beyond = recording.engine.rows.beyond(rows)
-    if beyond > MOST_BEYOND:
+    if recording.engine.rows.beyond(rows) > MOST_BEYOND:
         is_more = rows > recording.engine.rows.high
         raise ConfigError(
             f"an engine would decode about {rows:.2g} rows at once, and up to {recording.engine.rows.high:.0f} were recorded",
@@ -210,33 +219,36 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
             f"failure_every_h = {wanted.failure_every_h:g}: engines would be lost faster than they come back",
             "give a longer time, or a shorter recovery_s",
         )
-    assumed = []
+
+
+def _assumed(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> Iterator[str]:
+    """What has to be assumed, a sentence each."""
+    rows = wanted.rows
     if rows > recording.engine.rows.high:
-        assumed.append(f"a step of {rows:.0f} rows costs what smaller ones say; {recording.engine.rows.high:.0f} were recorded")
+        yield f"a step of {rows:.0f} rows costs what smaller ones say; {recording.engine.rows.high:.0f} were recorded"
     elif rows < FEWER_ROWS * recording.engine.rows.high and not recording.engine.tells_rows:
         share = recording.engine.row_s * rows / recording.engine.decode_s(rows)
-        assumed.append(f"of a step of {rows:.3g} rows, {share:.0%} is for its rows; all recorded steps had about as many rows")
+        yield f"of a step of {rows:.3g} rows, {share:.0%} is for its rows; all recorded steps had about as many rows"
     if rows * wanted.lengths > recording.engine.rows.high:
-        assumed.append("the KV cache holds every row: none gives way to another and begins anew")
+        yield "the KV cache holds every row: none gives way to another and begins anew"
     size = wanted.groups_per_step * wanted.group_size * wanted.lengths / (recorded.groups_per_step * recorded.group_size)
     if recording.trainer.tokens.beyond(size * recording.trainer.mean_tokens) > 1:
-        assumed.append(f"training on {size:.3g} times the tokens of a step costs what the recorded steps say")
+        yield f"training on {size:.3g} times the tokens of a step costs what the recorded steps say"
     if len(recording.groups) < recorded.groups_per_step:
-        assumed.append(f"all groups are like the {len(recording.groups)} that the store kept")
+        yield f"all groups are like the {len(recording.groups)} that the store kept"
     for field, factor in PER_DOUBLING.items():
         if getattr(wanted, field) > 1:
-            assumed.append(f"{field.replace('_', ' ')}: twice the devices are {factor:g} times as fast")
+            yield f"{field.replace('_', ' ')}: twice the devices are {factor:g} times as fast"
     if wanted.group_size > recorded.group_size == 1:
-        assumed.append("further attempts of a group compute nothing of its prompt; groups of one do not tell")
+        yield "further attempts of a group compute nothing of its prompt; groups of one do not tell"
     if wanted.lengths != 1:
-        assumed.append("all answers are longer or shorter by the same factor")
-    assumed += _assumed_of_placement(recording, recorded, wanted)
+        yield "all answers are longer or shorter by the same factor"
+    yield from _assumed_of_placement(recording, recorded, wanted)
     if (slower := _slower(recording, recorded, wanted)) > 1:
-        assumed.append(
+        yield (
             f"training takes {slower:g} times as long where the engine has work when it begins, and so does sampling beside it:"
             " only a recording with a lag would tell"
         )
-    return assumed
 
 
 def _assumed_of_placement(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> Iterator[str]:
