@@ -9,7 +9,7 @@ _PLAIN = (str, int, float, bool, type(None))
 MAX_DEPTH = 100
 """Lists and mappings in each other."""
 MAX_BITS = 14_000
-"""Of a whole number: Python reads back no more than 4,300 digits."""
+"""Bits of a whole number: Python reads back no more than 4,300 digits."""
 
 
 def refuse_what_json_changes(values: dict[str, Any]) -> dict[str, Any]:

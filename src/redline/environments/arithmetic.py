@@ -10,7 +10,7 @@ from collections.abc import Callable
 LONGEST = 200
 """Characters of an expression."""
 MOST_BITS = 1000
-"""Of a whole number on the way: powers of powers would fill the memory, and a float holds up to 1024."""
+"""Bits of a whole number on the way: powers of powers would fill the memory, and a float holds up to 1024."""
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

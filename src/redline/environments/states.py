@@ -32,7 +32,7 @@ from redline.errors import TaskError
 MAGIC = b"RLSTATES"
 VERSION = 1
 HELD_OUT_SHARE = 0.1
-"""Of the states of a file, where nothing else is said."""
+"""Share of a file's states that is held out, where nothing else is said."""
 _DIGEST_BYTES = 32
 _TRIES_PER_STATE = 20
 """Seeds that may give a state which is already there before the environment is said to have no more."""

@@ -46,7 +46,7 @@ class GenericDecoder(nn.Module):
     logit_cap: float | None
     """Where the logits are `cap · tanh(hidden @ output_weight.T / cap)` and nothing else, the cap; None for any other head."""
     limits: tuple[Limits, ...]
-    """Of each layer's attention."""
+    """Limits of each layer's attention."""
     _head: Callable[..., Any]
     """The network without its layers. No submodule: it shares the network's modules, and each parameter has one name."""
 

@@ -64,7 +64,7 @@ class Stage(Decoder):
         """Every parameter of the whole network → the stage that answers for it."""
         self.shapes: dict[str, torch.Size] = {name: parameter.shape for name, parameter in parameters.items()}
         self.trained: tuple[str, ...] = tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
-        """Of the whole network, in its order."""
+        """Names of the whole network's trained parameters, in its order."""
 
     @property
     def is_first(self) -> bool:

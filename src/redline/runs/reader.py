@@ -326,7 +326,7 @@ def _ledger_json(ledger: Ledger) -> list[dict[str, Json]]:
 
 
 def _task_name(config: Mapping[str, Any]) -> str:
-    """Of the tasks, or of the environment that brings them."""
+    """The name of the tasks, or of the environment that brings them."""
     task, environment = setting(config, "rollouts", "task", {}), setting(config, "rollouts", "environment", {})
     if isinstance(task, dict) and task:
         return str(task.get("dataset") or task.get("path") or task.get("kind") or "")

@@ -49,7 +49,7 @@ class Wanted:
     failures: bool = False
     """Those with an attempt that failed, and of them those attempts alone."""
     attempt: int | None = None
-    """Of the group `index`, this attempt alone, turn by turn."""
+    """Only this attempt of the group `index`, turn by turn."""
     limit: int = 20
     """At most this many, the last ones; 0 is all."""
 

@@ -88,9 +88,9 @@ class WeightsEndpoint:
         self._sender = ""
         """Who puts the staged version together."""
         self._digest: str | None = None
-        """Of what the engine samples from; None where nobody has said so."""
+        """The digest of the weights that the engine samples from; None where no sender has given one."""
         self._digest_before: str | None = None
-        """Of what `revert` goes back to."""
+        """The digest of the weights that `revert` goes back to."""
         self._adopted_from: str | None = None
         """The sender of what the engine samples from; None where nobody has sent it, or it was taken back."""
         self._turn = asyncio.Lock()

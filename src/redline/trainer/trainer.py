@@ -97,15 +97,7 @@ class PolicyTrainer:
         self.network: AnyDecoder = self._sampled_from.network(decoder)
         """The policy as one network, to sample from."""
         pipeline = self._parallel.pipeline(dtype)
-        self._reference: Reference | None = None
-        if config.kl_coef:
-            self._reference = Reference(
-                decoder,
-                dtype,
-                sampling.temperature,
-                offload=config.reference_offload,
-                wrap=lambda network: self._parallel.wrap(network, dtype, stored),
-            )
+        self._reference = self._make_reference(stored) if config.kl_coef else None
         self._critic = self._make_critic(seed + 1) if sampling.advantages == "gae" else None
         self._weights = self._parallel.wrap(decoder, dtype, stored)
         self._optimizer = MasterAdamW(self._weights.owned, torch.float32 if self._weights.are_masters else dtype, config)
@@ -126,6 +118,15 @@ class PolicyTrainer:
         of the policy. `ports.WeightSync.writing` keeps an engine that reads them waiting."""
         self._written = ExitStack()
         """Holds it until the last update."""
+
+    def _make_reference(self, stored: StoredWeights | None) -> Reference:
+        return Reference(
+            self._decoder,
+            self._dtype,
+            self._sampling.temperature,
+            offload=self._config.reference_offload,
+            wrap=lambda network: self._parallel.wrap(network, self._dtype, stored),
+        )
 
     def _make_critic(self, seed: int) -> TrainedCritic:
         if self._parallel.place.world > 1:

@@ -222,5 +222,5 @@ class Reaction:
     observation: str | Sequence[Message] = ""
     """What the policy sees next: a text, shown as the user's, or messages to append."""
     reward: float | Mapping[str, float] = 0.0
-    """Of this move; the rewards of an attempt, or their named parts, are added up."""
+    """What this move is worth; the rewards of an attempt's moves, or their named parts, are added up."""
     done: bool = False

@@ -212,7 +212,7 @@ class EngineStats:
     drafted_tokens: int = 0
     """Guessed and verified (`engine.speculation`)."""
     accepted_tokens: int = 0
-    """Of those, the ones that were what was sampled."""
+    """Guessed tokens that were what was sampled."""
     speculation_saved_s: float = 0.0
     """Seconds that accepted tokens saved, less what verifying them took: an estimate from steps that were measured."""
 

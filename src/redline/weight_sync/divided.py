@@ -266,7 +266,7 @@ class Window:
             row += last - first
 
     def _copy_columns(self, start: int, run: Tensor, part: Tensor, rows: Range, place: int) -> None:
-        """Of whole rows in one copy, of rows that the run cuts in one each."""
+        """Copy whole rows at once, and each row that the run cuts by itself."""
         (left, right), size = self.columns, self.row_bytes
         width, end = right - left, start + run.numel()
         first, last = max(rows[0], -(-start // size)), min(rows[1], end // size)

@@ -135,7 +135,7 @@ class Probe:
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    """Of each token after the first, under the weights that were sent."""
+    """Logprob of each token after the first, under the weights that were sent."""
     tolerance: float
     """Most that the mean absolute difference may be."""
 

@@ -36,7 +36,7 @@ class GroupRow:
     """A group as the index has it. Times are seconds since 1970."""
 
     index: int
-    """Of the group in its run."""
+    """Index of the group in its run."""
     state: GroupState
     begun_version: int
     begun_at: float

@@ -126,20 +126,24 @@ class NativeEngine:
         )
         self._runner: Runner | None = self._make_runner()
         self._offloaded: OffloadedWeights | None = None
-        self.limits = Limits(
-            vocab_size=spec.vocab_size,
-            max_len=self._max_len,
-            max_num_seqs=config.max_num_seqs,
-            cache_tokens=self._pool.num_blocks * self._block_size,
-            max_stops=MAX_STOPS,
-            max_top_logprobs=min(MAX_TOP_LOGPROBS, spec.vocab_size),
-            has_tokenizer=tokenizer is not None,
-            block_size=self._block_size,
-        )
+        self.limits = self._make_limits(has_tokenizer=tokenizer is not None)
         self._ids = itertools.count()
         self._kv_blocks_peak = self._kv_blocks_peak_before = 0
         self._steps = 0
         self._rate = Rate()
+
+    def _make_limits(self, *, has_tokenizer: bool) -> Limits:
+        vocab_size = self.decoder.spec.vocab_size
+        return Limits(
+            vocab_size=vocab_size,
+            max_len=self._max_len,
+            max_num_seqs=self._config.max_num_seqs,
+            cache_tokens=self._pool.num_blocks * self._block_size,
+            max_stops=MAX_STOPS,
+            max_top_logprobs=min(MAX_TOP_LOGPROBS, vocab_size),
+            has_tokenizer=has_tokenizer,
+            block_size=self._block_size,
+        )
 
     def _make_runner(self) -> Runner:
         weight, spec = self.decoder.output_weight, self.decoder.spec

@@ -249,7 +249,7 @@ class Diplomacy:
         return found
 
     def _movement_phases(self, game: int) -> Sequence[Position]:
-        """Of the scripted game with this seed, as far as states are made of it."""
+        """The movement phases of the scripted game with this seed, as far as states are made of it."""
         phases = itertools.islice(self._script(game, self._first_board()), self.settings.warm_up or WARM_PHASES)
         return [position for position in phases if position.kind == "M"]
 

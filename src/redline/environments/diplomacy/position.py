@@ -50,7 +50,7 @@ class Position:
 
     @property
     def year(self) -> int:
-        """Of the phase; not to be asked when the game is over."""
+        """The year of the phase; not to be asked when the game is over."""
         return int(self.phase[1:5])
 
     def of(self, power: str) -> Holding:

@@ -22,8 +22,8 @@ Draw = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @cache
 def draws() -> Draw | None:
-    """Of logits, temperatures, streams and counters, tokens and logprobs. None where there is none here. Compiles it, where it
-    is asked for the first time."""
+    """The function from logits, temperatures, streams and counters to tokens and logprobs; None where C is not compiled here.
+    Compiles it when it is first asked for."""
     compiled = library(SOURCE)
     if compiled is None:
         return None

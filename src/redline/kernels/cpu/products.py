@@ -35,7 +35,7 @@ class Products:
         self._product = compiled.product  # type: ignore[attr-defined]
         self._product.argtypes = [*[c_void_p] * 4, *[c_long] * 3, c_int]
         self.address = cast(self._product, c_void_p).value
-        """Of the function, for other C."""
+        """The address of the function, for other C."""
 
     def product(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """`F.linear` without a gradient. All are float32; a row of the weight is a multiple of `LINE` long, and follows on the

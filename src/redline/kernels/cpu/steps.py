@@ -36,7 +36,7 @@ def steps_for(dtype: torch.dtype, head_dim: int, grouped: int) -> Steps | None:
 
 
 class Layer(NamedTuple):
-    """Of a layer in float32, as `steps.c` has it; None is what it does not have."""
+    """The tensors of a layer in float32, as `steps.c` has them; None is what the layer does not have."""
 
     attn_norm: Tensor
     qkv: Tensor

@@ -105,7 +105,7 @@ def _recipe_task(recipe: Path, overrides: Sequence[str], is_own: bool = True) ->
 
 
 def _lag(recipe: Path, overrides: Sequence[str]) -> int:
-    """Of a recipe; 0 where only another revision can read it."""
+    """The lag of a recipe; 0 where only another revision can read it."""
     try:
         return load_recipe(recipe, overrides).buffer.max_lag
     except ConfigError:

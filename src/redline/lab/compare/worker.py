@@ -53,7 +53,7 @@ class Worker:
     limit_s: float | None = None
     """Seconds that it may take to start, and for a step; then it is killed. None waits for ever."""
     steps: int = 1
-    """Of a round."""
+    """Steps of a round."""
 
     @classmethod
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class Worker:
 
 
 def _mean(values: Sequence[float], seconds: Sequence[float] | None) -> float:
-    """Of steps; of what is counted by the second, that of the seconds they took."""
+    """The mean over steps; for what is counted by the second, over the seconds that they took."""
     return statistics.fmean(values, seconds) if seconds is not None and all(seconds) else statistics.fmean(values)
 
 

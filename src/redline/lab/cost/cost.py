@@ -25,7 +25,7 @@ class Asked:
     """What somebody wants to know."""
 
     price: float | None = None
-    """Of one device for an hour, in whatever currency."""
+    """What one device costs for an hour, in whatever currency."""
     devices: int | None = None
     target: float | None = None
     """A mean reward."""
@@ -82,7 +82,7 @@ class Cost:
     asked: Asked
     devices: Devices
     seconds: float
-    """Of all steps recorded."""
+    """Seconds of all steps recorded."""
     steps: int
     idle: Idle | None
     target: Target | None

@@ -46,7 +46,7 @@ class Reaching:
     high: float | None
     """Hardly after this step; None where that may be beyond the horizon."""
     share: float
-    """Of the curves that reach it before the horizon."""
+    """Share of the curves that reach it before the horizon."""
     rise: tuple[float, float, float]
     """What the reward gains in the last fifth of the steps: low, likely, high."""
     last_step: int

@@ -35,7 +35,7 @@ MOST_STEPS = 2000
 JUMP_S = 60.0
 """Seconds between two steps from which on they may be a clock that was set, or a machine that slept."""
 MOST_POINTS = 200
-"""Of a series that evidence carries."""
+"""Points of a series that evidence carries."""
 TRAINER_WAITS = ("wait_for_rollouts", "wait_for_late_groups", "wait")
 """Waits of the main thread for the other side."""
 ROLLOUTS_WAITS = ("wait_for_budget", "wait_for_weights", "wait")

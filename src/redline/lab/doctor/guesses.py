@@ -182,7 +182,7 @@ class _Batch:
 
 
 def _batches(stored: StoredRun, facts: Facts) -> list[_Batch]:
-    """Of some steady steps, or of others where the store has none of those."""
+    """The batches of some steady steps, or of other steps where the store has none of those."""
     steps = stored.sampled_steps()  # trained on or not: groups without signal are those that repeat each other most
     steady = set(facts.column("step").tolist())
     chosen = _spread([step for step in steps if step in steady] or steps)
@@ -213,7 +213,7 @@ def _batch(stored: StoredRun, groups: Sequence[GroupRow], facts: Facts) -> _Batc
 
 
 def _attempts(texts: Sequence[StoredText]) -> list[Attempt]:
-    """Of one group, those that have any reply."""
+    """The attempts of one group that have any reply."""
     found = [
         Attempt(text.task_id, [_reply(text, turn) for turn in text.turns if turn["end"] > turn["start"]]) for text in texts
     ]

@@ -61,7 +61,7 @@ FINDINGS = 3
 PILOT_S = 0.001
 """Delay of every span in the first step of a probe, which counts how often each opens."""
 SHARE = 0.3
-"""Of a step's time: what is added to a part of it."""
+"""Share of a step's time that is added to a part of it."""
 PAIRS = 6
 """Steps with and without a delay that are compared; an interval takes as many."""
 POLL_S = 0.1

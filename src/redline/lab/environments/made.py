@@ -27,7 +27,7 @@ class Made:
     """What `redline env check NAME KEY=VALUE` names."""
 
     name: str
-    """Of `redline env list`, `module:Class`, or a recipe's file."""
+    """A name of `redline env list`, `module:Class`, or a recipe's file."""
     params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 

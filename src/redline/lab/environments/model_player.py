@@ -29,7 +29,7 @@ from redline.rollouts.prompts import prompt_limit
 from redline.types import Task, Turn
 
 MAX_TOKENS = 256
-"""Of a reply, where neither the recipe nor the command line says how many, and the model has positions for twice as many."""
+"""Most tokens of a reply, where neither recipe nor command line says how many and the model has positions for twice as many."""
 
 
 MAX_NUM_SEQS = 16

@@ -15,7 +15,7 @@ from redline.types import FinishReason, Message, Task, ToolCall
 CALL = "/call"
 HOW_TO_CALL = '/call NAME {"argument": value}'
 MAX_TOKENS = 256
-"""Of a served model's reply, where neither the environment nor the command line says how many."""
+"""Most tokens of a served model's reply, where neither the environment nor the command line says how many."""
 RETRIES = 2
 
 

@@ -54,7 +54,8 @@ class Attempts:
 
 
 def read_attempts(source: Path) -> Attempts:
-    """Of a run folder, or of a file that `save_attempts` wrote. Raises `RunFolderError` where no task was visited twice."""
+    """Read the attempts of a run folder, or of a file that `save_attempts` wrote. Raises `RunFolderError` where no task was
+    visited twice."""
     attempts = _of_file(source) if source.suffix == FILE_ENDING else _of_run(source)
     if not attempts.visits:
         raise RunFolderError(

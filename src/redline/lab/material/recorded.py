@@ -21,7 +21,7 @@ class RecordedStep:
     """The S attempts of the groups that one step was trained on."""
 
     indices: tuple[int, ...]
-    """Of the groups; their tasks follow from them."""
+    """Indices of the groups; their tasks follow from them."""
     prompt_lengths: np.ndarray
     """int64[S]: tokens that the policy did not choose."""
     lengths: np.ndarray

@@ -163,7 +163,7 @@ def _training(setup: Setup, tokens: int) -> dict[str, int]:
 
 
 def _training_of(setup: Setup, tokens: int, stage: int, layers: int) -> dict[str, int]:
-    """Of a stage that keeps the activations of so many layers, of all micro-batches under way."""
+    """Bytes of a stage that keeps the activations of so many layers, of all micro-batches under way."""
     each, kind, shape = layer(setup, tokens), setup.checkpointing, setup.model.shape
     size, has_head = setup.dtype.itemsize, stage == setup.stages - 1
     around = around_bytes(shape, setup.dtype, setup.layer_code) if has_head else 0

@@ -113,7 +113,7 @@ class Setup:
 
     @property
     def own_adapter(self) -> int:
-        """Of an adapter, the same."""
+        """Parameters of the adapter that one device computes with: all, or those of the fullest stage."""
         return -(-self.adapter * layers_of(self.model, self.stages)[0] // self.model.shape.num_layers) if self.adapter else 0
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 FIXED_SHARE = 0.25
-"""Of a training step, the part that its tokens do not make: no more than about this where nothing else says."""
+"""Share of a training step that its tokens do not make: no more than about this where nothing else says."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +55,7 @@ class EngineCost:
     row_s: float
     """For each row more."""
     pass_s: float
-    """Of a pass over prompts, however few tokens they have."""
+    """Seconds of a pass over prompts, however few tokens they have."""
     prompt_token_s: float
     """For each token of a prompt that is computed."""
     rows: Range

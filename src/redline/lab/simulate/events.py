@@ -37,7 +37,7 @@ class Loop:
     engine: EngineCost
     engines: int
     rows: int
-    """Of each engine."""
+    """Rows of each engine."""
     groups_per_step: int
     max_lag: int
     train_s: float
@@ -63,7 +63,7 @@ class Outcome:
 
     step_s: list[float] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
-    """Of every group that was trained on."""
+    """The lag of every group that was trained on."""
     trainer_waits_s: float = 0.0
     busy_s: float = 0.0
     """Seconds of all engines with at least one row."""

@@ -35,11 +35,11 @@ class Group:
     tokens: tuple[int, ...]
     """Sampled in each attempt."""
     environment_s: tuple[float, ...]
-    """Of each attempt, between its turns and for its reward."""
+    """Seconds of each attempt between its turns and for its reward."""
     prompt_tokens: int
-    """Of its prompt, computed for the first attempt: what the prefix cache had is none of them."""
+    """Tokens of its prompt that were computed for the first attempt, without those that the prefix cache had."""
     again_tokens: float = 0.0
-    """Of its prompt, and of later turns, computed for each further attempt."""
+    """Tokens of its prompt, and of later turns, that were computed for each further attempt."""
 
     @property
     def mean_tokens(self) -> float:
@@ -187,7 +187,7 @@ def _begin_s(rows: list[dict[str, Any]], facts: Facts) -> float:
 
 
 def _replies(rows: list[dict[str, Any]], facts: Facts, engines: int) -> Replies | None:
-    """Of steps whose replies all began together; None where they do not tell what a row costs."""
+    """The replies of steps in which all began together; None where they do not tell what a row costs."""
     found = [_rows_of_steps(each, engines) for each in _together(rows, facts).values()]
     if not found:
         return None

@@ -26,7 +26,7 @@ NAME = "log.jsonl"
 BEGUN = b'{"kind": "begun"'
 """How the first line begins."""
 MOST_BYTES = 1 << 24
-"""Of the first line."""
+"""Bytes of the first line."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class State:
     looked: list[Change] = field(default_factory=list)
     """Settings of which a line says what a recording of them shows."""
     proofs: list[Pair] = field(default_factory=list)
-    """Of the settings that are kept now."""
+    """Pairs that prove the settings which are kept now."""
 
     def take(self, row: Mapping[str, Any]) -> None:
         """Go on by one line. A kind that is not known says nothing."""

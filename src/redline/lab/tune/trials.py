@@ -138,7 +138,7 @@ class Trying:
     worth: float
     clock: Callable[[], float]
     number: int = 0
-    """Of the first pair; each has a seed of its own."""
+    """The number of the first pair; each has a seed of its own."""
     pairs: list[Pair] = field(default_factory=list)
 
     def run(self, proposal: Proposal, against: Change) -> Trial:

@@ -68,7 +68,7 @@ class Budget:
 
     trials: int = 30
     seconds: float = 3600.0
-    """Of this call, the proof included."""
+    """Seconds of this call, the proof included."""
     worth: float = 0.03
     """The smallest gain that is worth a trial: 0.03 is 3%."""
 
@@ -83,7 +83,7 @@ class Tuned:
     experiment: Experiment | None
     """The recipe as it was beside the recipe as it is now; None where nothing was kept."""
     last: Look | None
-    """Of the settings that were kept; None where nothing was looked at."""
+    """What was seen of the settings that were kept; None where nothing was looked at."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from redline.telemetry.files.fingerprint import fingerprint_files
 
 WEIGHTS = ("*.safetensors", "*.bin")
 PIECES = 64
-"""Of each file of weights, what is looked at: training changes all of it."""
+"""Pieces of each file of weights that are looked at: training changes all of it."""
 
 
 def remember_base(folder: RunFolder, model: Path) -> None:

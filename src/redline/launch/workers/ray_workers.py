@@ -82,7 +82,7 @@ class RayWorker:
         self._actor = remote.remote(name, asdict(hosts.sampling) if hosts else None)
         self._began = self._actor.describe.remote()
         self._host, self.pid, self.node = "", 0, ""
-        """Of its node, once it has begun."""
+        """Host, process and id of its node, once it has begun."""
 
     @property
     def where(self) -> str:

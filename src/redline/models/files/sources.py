@@ -26,7 +26,7 @@ from redline.models.files.tiny import SMALL, write_tiny_model
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 """Files of a model on the hub: everything but the weights."""
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
-"""Of a folder, not of the disk: another one serves."""
+"""Errors of a folder, not of the disk: another folder serves."""
 
 
 def model_folder(path: str, seed: int = 0) -> Path:

@@ -36,7 +36,7 @@ class Experts(nn.Module):
         self.spec = spec
         self.router = nn.Parameter(torch.empty(spec.count, hidden_size))
         self.gate_up = nn.Parameter(torch.empty(spec.count * 2 * spec.intermediate_size, hidden_size))
-        """Of each expert gate, and below it up."""
+        """[2 · experts · I, E]: the gate of each expert, and below it its up."""
         self.down = nn.Parameter(torch.empty(spec.count * hidden_size, spec.intermediate_size))
         self.notes: RoutingNotes | None = None
         """Where passes with gradients note what the router does; the trainer brings it."""

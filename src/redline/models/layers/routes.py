@@ -15,7 +15,7 @@ from redline.errors import ModelError
 from redline.models.spec import DecoderSpec, ModelShape
 
 MOST_EXPERTS = 255
-"""Of a layer, for a choice to be one byte: the last value says that none is known (`types.UNKNOWN_EXPERT`)."""
+"""Experts of a layer, for a choice to be one byte: the last value says that none is known (`types.UNKNOWN_EXPERT`)."""
 
 
 def routing_shape(shape: ModelShape | None) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def routing_shape(shape: ModelShape | None) -> tuple[int, int]:
 
 
 class Routes(Protocol):
-    """Of the tokens of one pass."""
+    """The routes of the tokens of one pass."""
 
     def sampled(self, layer: int) -> Tensor | None:
         """The experts that the tokens went to when they were sampled, uint8[T, C], `UNKNOWN_EXPERT` where that is not known;

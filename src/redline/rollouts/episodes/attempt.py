@@ -37,12 +37,12 @@ class Limits:
     """How far an attempt may go; None sets no limit."""
 
     max_new_tokens: int
-    """Of one reply."""
+    """Most tokens of one reply."""
     max_prompt_tokens: int | None = None
-    """Of what one reply goes on from."""
+    """Most tokens that one reply goes on from."""
     max_turns: int | None = None
     max_tokens: int | None = None
-    """Of all sequences of an attempt together."""
+    """Most tokens of all sequences of an attempt together."""
 
 
 class Loop(Protocol):
@@ -98,7 +98,7 @@ class PlayedAttempt:
         """Those that wait for a reply."""
         self._num_asks = 0
         self._num_tokens = 0
-        """Of all sequences, and the most that the asks which wait for a reply may add."""
+        """Tokens of all sequences, and the most that the asks which wait for a reply may add."""
         self._num_refused = 0
         self._since = time.perf_counter()
         """When the environment's own time began: with the attempt, an ask or a reply."""

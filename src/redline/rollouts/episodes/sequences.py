@@ -53,7 +53,7 @@ class SequenceUnderWay:
         )
 
     def _routing(self) -> np.ndarray | None:
-        """Of each token as it was when the first reply after it was sampled: a later turn may have computed it again."""
+        """The routes of each token when the first reply after it was sampled: a later turn may have computed it again."""
         if any(completion.routing is None for completion in self.completions):
             return None
         *earlier, last = (completion.routing for completion in self.completions)

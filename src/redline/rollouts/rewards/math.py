@@ -27,7 +27,7 @@ LIMIT_S = 5
 LIMIT_BYTES = 2**31
 """Memory of a process."""
 MAX_PROCESSES = 4
-"""Of about 70 MB each; a second one is started only when threads ask at the same time."""
+"""Processes, of about 70 MB each; a second one is started only when threads ask at the same time."""
 
 
 class MathVerifier:

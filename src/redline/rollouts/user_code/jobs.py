@@ -22,7 +22,7 @@ class UserFunction:
     """A function of the user's: what it is called, and how long and how often it may be called."""
 
     stage: str
-    """Of its failures: `reward`."""
+    """The stage of its failures: `reward`."""
     name: str
     """`score`."""
     limit_s: float | None

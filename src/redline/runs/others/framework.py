@@ -39,7 +39,7 @@ class Framework:
     evaluated: Callable[[Mapping[str, float]], float | None]
     """The mean reward of an evaluation in a row; None where it has none."""
     settings: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
-    """Of its own settings, those that we have keys for, by section."""
+    """Those of its own settings that we have keys for, by section."""
     devices: Callable[[Mapping[str, Any]], tuple[int, int]]
     """GPUs that train, and others that only sample, from its settings; 0 where these do not say."""
     samples_apart: bool = False

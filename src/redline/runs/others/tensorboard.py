@@ -14,9 +14,9 @@ from redline.runs.others import protobuf
 from redline.runs.others.log import Log, Row, from_json, is_number
 
 _POLYNOMIAL = 0x82F63B78
-"""Of CRC-32C, mirrored."""
+"""The polynomial of CRC-32C, mirrored."""
 _MOST_BYTES = 1 << 30
-"""Of an event: more is a damaged length."""
+"""Bytes of an event: more is a damaged length."""
 _TEXT = "/text_summary"
 """What `add_text` puts behind a tag."""
 _SETTINGS = f"args{_TEXT}"

@@ -52,7 +52,8 @@ class CheckpointWriter:
         self._pending = self._thread.submit(_write, self._whole, folder, checkpoint, copied)
 
     def _is_written(self, tensor: Tensor) -> bool:
-        """Of several processes the first writes what is not divided; parts without a row are nobody's."""
+        """Whether this process writes the tensor. The first of several writes what is not divided; none writes parts without
+        a row."""
         return tensor.numel() > 0 and (tensor.dim() > 0 or self._whole.part == 0)
 
     @property

@@ -26,7 +26,7 @@ DTYPES = ("bool", "uint8", "int8", "int32", "int64", "float32", "float64")
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.001, 0.02
 """How often a follower that waits looks for its order: less often the longer it waits."""
 LOOKS_PER_S = 5000
-"""Of all followers together, once they have waited a while: a small part of what the store answers."""
+"""Looks of all followers together, once they have waited a while: a small part of what the store answers."""
 
 
 @dataclass(slots=True, frozen=True)

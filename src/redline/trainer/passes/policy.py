@@ -25,7 +25,7 @@ class TrainedPolicy:
     decoder: AnyDecoder
     """All of it, or a stage."""
     num_parameters: int
-    """Of all of it, an adapter's too."""
+    """Parameters of the whole network, an adapter's included."""
     dtype: torch.dtype
     """What it computes in."""
     weights: Weights

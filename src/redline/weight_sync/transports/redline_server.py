@@ -28,7 +28,7 @@ class _Left:
     found: Mapping[str, str]
     """Digests of its tensors, as far as we sent them."""
     digest: str | None
-    """Of all of them; None before the first adoption, where we know nothing of them."""
+    """The digest of all tensors; None before the first adoption, where we know nothing of them."""
 
 
 @dataclass(slots=True, frozen=True)

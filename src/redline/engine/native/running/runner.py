@@ -109,7 +109,7 @@ class Results:
     counting_SB: np.ndarray | None = None
     """bool, of verifying steps: which of the tokens count; None where all do."""
     guesses: Guesses | None = None
-    """Of steps that guess: `wait` turns their entries into tokens of each row."""
+    """What a step guesses with; `wait` turns its entries into tokens of each row. None where it does not guess."""
     most_B: np.ndarray | None = None
     """int64: tokens that it brings each row at most; None where a row that is alive gets one for each step."""
 

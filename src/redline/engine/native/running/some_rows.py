@@ -24,7 +24,7 @@ EARLY_ROWS = 128
 
 
 class SomeRows:
-    """Of a network that `FewRows` serves."""
+    """Steps of a few rows of a network that `FewRows` serves."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder

@@ -91,7 +91,7 @@ class Replayed:
     tokens: int = 0
     steps: int = 0
     rows: int = 0
-    """Of all steps together."""
+    """Rows of all steps together."""
     drafted: int = 0
     accepted: int = 0
 

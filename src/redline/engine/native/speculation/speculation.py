@@ -37,12 +37,12 @@ MEMORY = 0.9
 LEAST_CHANCE = 0.05
 """That a draft is right with which it is still worth a thought."""
 LOOK_SHARE = 0.02
-"""Of the time that may go into looking for drafts that are not found."""
+"""Share of the time that may go into looking for drafts that are not found."""
 FORGETS = 0.01, 0.0005
 """Share by which the usual rate of guesses goes back to where it began with each launch that was not worth one, at most and at
 least. Guesses that fail are tried again after about a hundred launches, and after more of them each time that they fail."""
 LESS_OFTEN = 0.7
-"""Of that share, after each launch whose guesses failed."""
+"""What is left of that share after each launch whose guesses failed."""
 FAILED = 0.2
 """Share of right ones below which guesses have failed."""
 LEAST_GAIN = 1.03
@@ -248,8 +248,8 @@ class Speculation:
     def learn_guesses(
         self, sequences: Sequence[Sequence_ | None], accepted_B: np.ndarray, tried_B: np.ndarray, drafted: int
     ) -> None:
-        """Of what was guessed for these so much was right, of so many tries; where there was nothing to guess, that is a try
-        too. None is a sequence that has left."""
+        """Note for each sequence how many of its tries were right; where there was nothing to guess, that is a try too. None is
+        a sequence that has left."""
         for sequence, accepted, tried in zip(sequences, accepted_B.tolist(), tried_B.tolist(), strict=True):
             row = self._rows.get(sequence) if sequence is not None else None
             if row is not None and tried:
@@ -325,6 +325,6 @@ def _within(longest: Sequence[int], room: int) -> list[int]:
 
 
 def _key(request: GenerateRequest) -> bytes:
-    """Of its scope: the task, and where none is named, what is asked."""
+    """The key of a request's scope: its task, or its prompt where it names none."""
     asked = request.task.encode() or np.ascontiguousarray(request.prompt_ids).tobytes()
     return hashlib.blake2b(asked, digest_size=16, person=b"task" if request.task else b"prompt").digest()

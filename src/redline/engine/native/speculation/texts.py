@@ -33,7 +33,7 @@ MAX_SCOPE_TOKENS = 1 << 17
 MAX_TEXTS = 1 << 15
 """Texts that are kept, of which each takes about a kilobyte beside its tokens."""
 SCOPES = 16
-"""Of the texts one scope has at most one part in so many, as of the tokens."""
+"""One scope has at most one in so many of all texts, and of all tokens."""
 MAX_PROMPT_TOKENS = 1 << 12
 """The end of a prompt that is kept; every turn of a conversation has one."""
 TABLE_SIZE = 1 << 20
@@ -94,7 +94,7 @@ class Scope:
     pending: dict[int, Text] = field(default_factory=dict)
     """Those whose n-grams are not all in the table, and all that grow."""
     num_tokens: int = 0
-    """Of those that grow no more."""
+    """Tokens of the texts that grow no more."""
     num_growing: int = 0
     prompt_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """The newest prompt among the texts."""
@@ -108,7 +108,7 @@ class Place:
 
     text: Text
     offset: int
-    """Of the next token, in what `Text.read` returns."""
+    """Where the next token is in what `Text.read` returns."""
 
 
 class Texts:
@@ -135,7 +135,7 @@ class Texts:
         self._texts: dict[int, Text] = {}
         self._num_texts = 0
         self.num_kept_tokens = 0
-        """Of finished texts, prompts included."""
+        """Tokens of finished texts, prompts included."""
 
     # ── what there is ──────────────────────────────────────────────────────────────────────────────────────────────────
 

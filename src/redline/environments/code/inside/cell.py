@@ -38,10 +38,10 @@ class Limits:
     time_s: float
     """Seconds, by the clock and of processor time."""
     memory_mb: int
-    """Of each process."""
+    """Memory of each process."""
     files_mb: int
     output_kb: int
-    """Of the output, and of the errors."""
+    """Kilobytes of the output, and of the errors."""
     processes: int
     """Processes and threads at once."""
 

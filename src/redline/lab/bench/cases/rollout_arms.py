@@ -82,9 +82,9 @@ class ArmRun:
     turns: int
     new_tokens: int
     prompt_tokens: int
-    """Of all prompts, as they were asked."""
+    """Tokens of all prompts, as they were asked."""
     computed_prompt_tokens: int
-    """Of them, those that were not found in the prefix cache."""
+    """Tokens of prompts that were not found in the prefix cache."""
     mean_batch: float
     """decoded_rows / decode_steps."""
     hit_rate: float

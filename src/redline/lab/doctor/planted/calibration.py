@@ -8,7 +8,7 @@ from html import escape
 
 SIZE, MARGIN = 620, 64
 WIDTH, LINE = 820, 15
-"""Of the picture with the names beside it, and from name to name."""
+"""Pixels: the picture with the names beside it, and from name to name."""
 LEAST, MOST = -0.2, 1.0
 """Shares that the axes begin and end with."""
 STYLE = (
