@@ -159,6 +159,12 @@ def _player(who: PlayerChoice, temperature: float | None, max_tokens: int | None
 
     if who.model is not None and who.url is not None:
         raise ConfigError("--model and --url exclude each other", "give one of them")
+    if who.served_model_name is not None and who.url is None:
+        raise ConfigError("--served-model-name is what a server calls its model", "give the server with --url, or leave it out")
+    if who.model is None and who.url is None and not (temperature is max_tokens is None):
+        raise ConfigError(
+            "--temperature and --max-tokens are a model's, and you play", "leave them out, or add --model or --url"
+        )
     if who.model is not None:
         from redline.lab.environments.model_player import Manner, ModelPlayer
 

@@ -36,6 +36,10 @@ def show(
         raise ConfigError("--step and --group exclude each other", "give one of them")
     if attempt is not None and (group is None or failures):
         raise ConfigError("--attempt needs --group, and goes without --failures", "such as: --group 3 --attempt 0")
+    if ledger and (failures or not (step is group is attempt is None)):
+        raise ConfigError(
+            "--ledger is of the whole run; --step, --group, --attempt and --failures choose attempts", "leave them out"
+        )
     recorded = Run.open(run)
     if ledger:
         _show_ledger(recorded, as_json=as_json)
@@ -77,6 +81,8 @@ def report(
     from redline.runs.reader import RunReader
     from redline.web.report import write_report
 
+    if as_json and output is not None:
+        raise ConfigError("--json prints a document, and --output names a page", "give one of them")
     explain = partial(explained, asked=Asked(price, devices, target))
     recorded = open_run(run)
     if as_json:

@@ -133,6 +133,11 @@ def stopping_cleanly() -> Iterator[None]:
 def _compare_saved(request: Request) -> Report:
     """Two sides of one file ran in turn, and are pairs. Two files are two sessions: nothing says that the machine was the same
     to both, beyond what they state."""
+    if request.what != What() or request.rounds is not None or dict(request.guards) != dict(TOLERANCES):
+        raise ConfigError(
+            "saved results are read, and nothing runs that keys, --recipe, --case, --rounds and --guard would change or watch",
+            "leave them out",
+        )
     a, b = (read_saved(side, request.metric) for side in (request.a, request.b))
     metric = Metric(a.figure, a.larger_is_better, a.unit)
     samples = [{"A": list(a.samples), "B": list(b.samples)}]
