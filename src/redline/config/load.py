@@ -104,7 +104,11 @@ def make_config(values: Mapping[str, Any], overrides: Sequence[str] = (), name: 
 
 def validate(values: Mapping[str, Any], name: str = "recipe") -> Config:
     """Check a nested mapping; every mistake in it is reported at once. `name` says whose mistakes they are."""
-    return _validate(Config, values, name, f"`redline train {name} --dry-run` checks again without loading anything")
+    is_file = name.endswith((".yaml", ".yml", ".json"))  # and not a mapping that a program gave
+    hint = (
+        f"`redline train {name} --dry-run` checks again without loading anything" if is_file else "mend them where it is made"
+    )
+    return _validate(Config, values, name, hint)
 
 
 def validate_engine(values: Mapping[str, Any], name: str) -> EngineRecipe:
