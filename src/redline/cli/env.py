@@ -56,7 +56,9 @@ def check(
             metavar="TEXT", help="What the scripted policy says; given several times, in turn. By default the answer."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the environment and of the random policy.", min=0)] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="The seed of the environment and of the random policy, else the recipe's or 0.", min=0)
+    ] = None,
     limit: Annotated[float, typer.Option(help="Seconds that any one call may take.", min=0.1)] = 30,
     as_json: AsJson = False,
 ) -> None:
@@ -68,18 +70,18 @@ def check(
 
     from redline.lab.environments.check import check as look_at
     from redline.lab.environments.check_table import render
-    from redline.lab.environments.made import Made, read_params
+    from redline.lab.environments.made import Made, read_params, seed_of
     from redline.lab.environments.trials import Plan
     from redline.runs.told import printable
     from redline.telemetry.console.tables import log_console, results_console
     from redline.telemetry.console.unread_output import dropping_unread_output
 
     log = log_console()
-    made = Made(name, read_params(params or []), seed)
+    made = Made(name, read_params(params or []), seed_of(name, seed))
     try:
         report = look_at(
             made,
-            Plan(tasks, limit, seed, tuple(say or ()), other_process=":" in name),
+            Plan(tasks, limit, made.seed, tuple(say or ()), other_process=":" in name),
             lambda text: log.print(Text(printable(text), "dim")),
         )
     except KeyboardInterrupt:
@@ -121,12 +123,11 @@ def play(
 
     A line that you type is a reply; lines of a pipe are replies in turn. Exit code 1: the attempt ended without a reward.
     """
-    from redline.lab.environments.made import Made, read_params, recipe_of
+    from redline.lab.environments.made import Made, read_params, recipe_of, seed_of
     from redline.lab.environments.play import play as play_one
     from redline.runs.told import printable
 
-    recipe = recipe_of(name)
-    seed = seed if seed is not None else recipe.run.seed if recipe else 0
+    recipe, seed = recipe_of(name), seed_of(name, seed)
     made = Made(name, read_params(params or []), seed)
     player = _player(PlayerChoice(model, url, served_model_name, api_key_env), temperature, max_tokens, seed, recipe)
     try:

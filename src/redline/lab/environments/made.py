@@ -73,6 +73,12 @@ def recipe_of(name: str) -> Config | None:
     return load_recipe(Path(name)) if name.endswith(RECIPES) else None
 
 
+def seed_of(name: str, given: int | None) -> int:
+    """The seed that was given, else that of the recipe, else 0."""
+    recipe = recipe_of(name) if given is None else None
+    return given if given is not None else recipe.run.seed if recipe else 0
+
+
 def read_params(overrides: Sequence[str]) -> dict[str, Any]:
     """`KEY=VALUE` words as keyword arguments, read as the `params` of a recipe are. Raises ConfigError."""
     params: dict[str, Any] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support.paths import ROOT
 
 from redline.errors import ConfigError
-from redline.lab.environments.made import Made, read_params
+from redline.lab.environments.made import Made, read_params, seed_of
 
 
 def test_parameters_are_read_as_those_of_a_recipe() -> None:
@@ -35,3 +37,9 @@ def test_parameters_for_a_recipe_that_has_no_environment_are_refused() -> None:
     Made(recipe).make()
     with pytest.raises(ConfigError, match="names no environment that takes largest"):
         Made(recipe, {"largest": 5}).make()
+
+
+def test_a_recipe_is_checked_with_its_own_seed(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("run: {seed: 7}\nmodel: {path: builtin:tiny}\nrollouts: {environment: {name: guess_number}}\n")
+    assert (seed_of(str(recipe), None), seed_of(str(recipe), 3), seed_of("guess_number", None)) == (7, 3, 0)
