@@ -128,10 +128,9 @@ class ChatTemplate:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each. Many at once take less time than one by one."""
-        if not self._encodes_in_bulk or any(BREAK in text for text in texts):
-            return [self.encode(text) for text in texts]
-        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        return ids
+        whole = [text for text in texts if self._encodes_in_bulk and BREAK not in text]
+        together = dict(zip(whole, self._encode_in_bulk(whole), strict=True))
+        return [together[text] if text in together else self.encode(text) for text in texts]
 
     def encode_tail(self, tail: str, has_ended: bool) -> list[int]:
         """The tokens of a `tail`. Where the reply has ended its turn with a stop token, that one stands in place of the control
@@ -159,6 +158,12 @@ class ChatTemplate:
     def _adds_a_space(self) -> bool:
         line = self._encode("\n")
         return self._encode("\nx") != line + self._encode("x")
+
+    def _encode_in_bulk(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return ids
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
