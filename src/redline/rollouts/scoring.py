@@ -101,10 +101,12 @@ class Scoring:
         prompt_ids, completion = sampled.request.prompt_ids, sampled.completion
         failure = parts if isinstance(parts, Failure) else None
         found = {} if isinstance(parts, Failure) else parts
+        loss_mask, logprobs = np.zeros(turn.end, dtype=np.bool_), np.zeros(turn.end, dtype=np.float32)
+        loss_mask[turn.start :], logprobs[turn.start :] = True, completion.logprobs
         return Trajectory(
             token_ids=np.concatenate([prompt_ids, completion.token_ids]),
-            loss_mask=np.arange(turn.end) >= turn.start,
-            logprobs=np.concatenate([np.zeros(turn.start, dtype=np.float32), completion.logprobs]),
+            loss_mask=loss_mask,
+            logprobs=logprobs,
             versions=turn.versions,
             finish_reason=turn.finish_reason,
             text=turn.text,

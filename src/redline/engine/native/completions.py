@@ -9,12 +9,13 @@ import numpy as np
 from redline.engine.native.sequence import Sampled, Sequence
 from redline.types import Completion, Delta, TopLogprobs, VersionSpan
 
+NOTHING = Sampled.nothing()
+
 
 def delta_of(sequence: Sequence, sampled: Sampled, completion: Completion | None) -> Delta:
     """What it sampled since the last piece; only the completion where no caller streams."""
     if not sequence.streaming:
-        nothing = Sampled.nothing()
-        return Delta(sequence.index, nothing.token_ids, nothing.logprobs, None, completion)
+        return Delta(sequence.index, NOTHING.token_ids, NOTHING.logprobs, None, completion)
     begin, sequence.streamed = sequence.streamed, len(sampled.token_ids)
     top = _top(sequence.top[begin : sequence.streamed])
     return Delta(sequence.index, sampled.token_ids[begin:], sampled.logprobs[begin:], top, completion)
@@ -24,7 +25,7 @@ def completion_of(sequence: Sequence, version: int, routing: np.ndarray | None =
     """The whole of a sequence that has left its row. `version` is for one that sampled nothing, `routing` as in
     `Completion`."""
     assert sequence.finish_reason is not None
-    sampled, sampling = sequence.sampled or Sampled.nothing(), sequence.request.sampling
+    sampled, sampling = sequence.sampled or NOTHING, sequence.request.sampling
     count, started = len(sampled.token_ids), sequence.started or time.perf_counter()
     first, last = sequence.first_token or started, sequence.last_token or sequence.first_token or started
     oldest = sequence.oldest_version if sequence.oldest_version >= 0 else version

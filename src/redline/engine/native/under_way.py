@@ -184,7 +184,7 @@ class UnderWay:
         row, sampling = sequence.row, sequence.request.sampling
         if sampling.stop:
             self._look_for_stop(sequence)  # first: what was sampled behind it is nobody's
-        if np.isnan(self._rows.logprobs_RN[row, self._rows.sampled_R[row] - 1]):
+        if math.isnan(self._rows.logprobs_RN[row, self._rows.sampled_R[row] - 1]):
             adapter = sequence.request.adapter
             message = f"the model gave NaN for request {sequence.request_id}" + (
                 f" with adapter {adapter!r}" if adapter else ""
