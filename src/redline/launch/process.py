@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from redline.config import Config, EngineRecipe
+from redline.telemetry import span
 
 KERNEL_CACHE_CAPACITY = 128
 """Shapes whose kernels are kept. The layers of a step share a dozen, and decoding returns to some dozens."""
@@ -49,8 +50,9 @@ def sparing_what_is_there() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
-    gc.collect()
-    gc.freeze()
+    with span("run.setup"):
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:

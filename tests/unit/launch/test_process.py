@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from redline.launch.process import sparing_what_is_there
+from redline.telemetry import Recorder, recording
 
 
 class Node:
@@ -44,6 +45,13 @@ def test_what_was_there_is_not_looked_at_and_what_comes_is() -> None:
         assert new() is None
     assert gc.get_freeze_count() == 0
     assert all(node.other is None for node in kept)
+
+
+def test_what_it_takes_is_setting_up() -> None:
+    with recording(Recorder()) as recorder:
+        with sparing_what_is_there():
+            pass
+        assert recorder.step_mark()["run.setup"] > 0
 
 
 def test_garbage_from_before_is_not_kept() -> None:
