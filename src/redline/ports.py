@@ -128,15 +128,16 @@ class Session(Protocol):
         """Have a thread that waits ask again what it waits for."""
         ...
 
-    def hold(self) -> None:
-        """Block until the engine is between two steps. It stays there, for this thread alone, until `resume`."""
+    def hold(self, why: str = ...) -> None:
+        """Block until the engine is between two steps. It stays there, for this thread alone, until `resume`. `why` names the
+        span in which the engine's own thread waits meanwhile; unless it is given, that is for weights."""
         ...
 
     def resume(self) -> None:
         """Let the engine go on."""
         ...
 
-    def held(self) -> AbstractContextManager[None]:
+    def held(self, why: str = ...) -> AbstractContextManager[None]:
         """`hold`, and `resume` when the block ends."""
         ...
 

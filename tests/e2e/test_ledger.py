@@ -68,6 +68,8 @@ def totals(ledger: Ledger) -> Counter[str]:
 def test_every_lane_accounts_for_its_time(tmp_path: Path, max_lag: int) -> None:
     ledger = run(tmp_path, max_lag)
     assert ("rollouts" in ledger.lanes) == (max_lag > 0)
+    if max_lag:
+        assert ledger.lanes["rollouts"].rows["wait.for_evaluation"] > ledger.lanes["main"].rows["run.evaluate"]
     for name, lane in ledger.lanes.items():
         assert sum(lane.rows.values()) + lane.unaccounted_ns == lane.wall_ns, name
         assert lane.unaccounted_fraction < MOST_UNACCOUNTED, (name, lane)

@@ -39,6 +39,8 @@ GRACE_S = 2.0
 """Seconds in which a step may notice by itself what broke it."""
 PATIENCE_S = 30.0
 """Seconds that `close` waits for the last step."""
+FOR_WEIGHTS = "wait.for_weights"
+"""What the stepping thread waits for while another has the engine, unless that one says otherwise."""
 
 
 class EngineSession:
@@ -63,6 +65,8 @@ class EngineSession:
         self._holder: threading.Thread | None = None
         """The thread that has the engine for itself; not by its number, which a later thread may get."""
         self._num_holds = 0
+        self._why_held = FOR_WEIGHTS
+        """The span in which the stepping thread waits for the holder."""
         self._stopping = False
         self._is_open = True
         self._inbox: deque[Callable[[], None]] = deque()
@@ -205,20 +209,21 @@ class EngineSession:
 
     # ── one caller has the engine ──────────────────────────────────────────────────────────────────────────────────────
 
-    def hold(self) -> None:
+    def hold(self, why: str = FOR_WEIGHTS) -> None:
         """Block until the engine is between two steps and its device idle. It stays there, for this thread alone, until
-        `resume` was called as often as `hold`. Raises what ended the stepping thread, or EngineError where the session was
-        closed, before or meanwhile."""
+        `resume` was called as often as `hold`; `why` names the span in which its own thread waits meanwhile. Raises what ended
+        the stepping thread, or EngineError where the session was closed, before or meanwhile."""
         with self._changed:
             if self._holder is threading.current_thread() or (self._thread is None and self._holder is None):
                 self._raise_if_ended()
+                self._why_held = self._why_held if self._num_holds else why
                 self._holder, self._num_holds = threading.current_thread(), self._num_holds + 1
                 return
         with span("wait.for_engine"):
             with self._changed:
                 self._changed.wait_for(lambda: self._holder is None or not self.is_alive)
                 self._raise_if_ended()
-                self._holder, self._num_holds = threading.current_thread(), 1
+                self._holder, self._num_holds, self._why_held = threading.current_thread(), 1, why
                 self._changed.notify_all()
                 try:
                     self._changed.wait_for(lambda: self._is_between_steps or not self.is_alive)
@@ -261,9 +266,9 @@ class EngineSession:
             self._changed.notify_all()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, why: str = FOR_WEIGHTS) -> Iterator[None]:
         """`hold`, and `resume` when the block ends."""
-        self.hold()
+        self.hold(why)
         try:
             yield
         finally:
@@ -349,7 +354,7 @@ class EngineSession:
             self._changed.notify_all()
             while not self._stopping:
                 if self._num_holds:
-                    with span("wait.for_weights"):
+                    with span(self._why_held):
                         self._changed.wait()
                 elif self._inbox or self._engine.has_work:
                     break

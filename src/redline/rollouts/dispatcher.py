@@ -157,7 +157,7 @@ class Dispatcher:
         than `patience_s`."""
         self._raise_error()
         resting = self._episodes.resting() if self._episodes else nullcontext()
-        with self.session.held(), self._workers.quiet() if self._workers else nullcontext(), resting:
+        with self.session.held("wait.for_evaluation"), self._workers.quiet() if self._workers else nullcontext(), resting:
             if self._workers:
                 self._wait_for_calls(self._workers, patience_s)
             yield

@@ -60,7 +60,9 @@ def _lockstep(shares: Mapping[str, float]) -> Bound:
 
 def _side_by_side(shares: Mapping[str, float], rollouts: LaneLedger) -> Bound:
     """The side that waits less is the one that bounds."""
-    theirs = {phase: ns / rollouts.wall_ns for phase, ns in by_phase(rollouts.rows).items()}
+    phases = by_phase(rollouts.rows)
+    evaluating_ns = phases.pop("wait_for_evaluation", 0)  # lies between the steps, as in the trainer's shares
+    theirs = {phase: ns / max(1, rollouts.wall_ns - evaluating_ns) for phase, ns in phases.items()}
     trainer_waits = sum(shares.get(phase, 0.0) for phase in _GROUPS)
     environments = theirs.get("wait_for_environments", 0.0)
     all_waits = sum(share for phase, share in theirs.items() if phase.startswith("wait"))

@@ -18,6 +18,7 @@ from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.errors import EngineError, TornWeightsError
 from redline.models.files.hf import load_decoder
+from redline.telemetry import Recorder, recording
 from redline.types import (
     Completion,
     Delta,
@@ -527,6 +528,20 @@ def test_nothing_more_comes_of_a_request_that_was_aborted(session: EngineSession
         session.generate([ask(5, 3)])
         assert native.stats.kv_blocks_used == 0
     assert pieces.whole == pieces.errors == {}
+
+
+def test_the_stepping_thread_waits_in_the_span_that_its_holder_names(native: NativeEngine) -> None:
+    """An evaluation is no wait for weights."""
+    with recording(Recorder()) as recorder, EngineSession(native) as session:
+        with session.held("wait.for_evaluation"), session.held():
+            session.generate([ask(5, 3)])
+        session.apply(WeightUpdate(3, (), 0))
+        session.generate([ask(5, 3)])
+        lane = recorder.ledger().lanes["redline-engine"]
+    waited = [span.name for span in recorder.drain() if span.lane == "redline-engine" and span.name.startswith("wait.")]
+    names = list(dict.fromkeys(name for name in waited if name != "wait.for_requests"))
+    assert names == ["wait.for_evaluation", "wait.for_weights"]
+    assert lane.rows["wait.for_evaluation"] > 0
 
 
 def test_holds_nest_and_the_engine_goes_on_after_the_last(running: EngineSession, alone: Any) -> None:

@@ -249,6 +249,8 @@ def ledger_of(**waits: float) -> Ledger:
         ({"training": 4.0, "wait_for_rollouts": 6.0}, ledger_of(), 2, "the trainer waits for it 60% of the time"),
         ({"training": 10.0}, ledger_of(for_budget=30, for_weights=10), 2, "rollouts wait for it 40% of the time"),
         ({"training": 10.0}, ledger_of(for_budget=2), 2, "Neither side waits"),
+        ({"training": 10.0}, ledger_of(for_budget=4, for_evaluation=80), 2, "rollouts wait for it 20% of the time"),
+        ({"training": 8.0, "wait_for_rollouts": 2.0}, ledger_of(for_evaluation=80), 2, "the trainer waits for it 20% of the"),
         ({"training": 4.0, "wait_for_rollouts": 6.0}, None, 2, "Generation bounds this run so far"),
         ({"training": 10.0}, None, 2, "Training bounds this run so far"),
     ],

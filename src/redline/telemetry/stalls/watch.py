@@ -54,6 +54,7 @@ MOVERS: Mapping[str, tuple[str, AbstractSet[str]]] = {
     "reward_model": ("rewards", GROUP_SECTIONS),
     "weights": ("main", _UPDATE),
     "budget": ("main", _UPDATE),
+    "evaluation": ("main", GROUP_SECTIONS),
     "requests": ("rewards", GROUP_SECTIONS),
 }
 """`wait.for_X` → the lane it is for, where no other lane is in one of these sections."""
