@@ -288,7 +288,7 @@ class GroupBuffer:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last step's row of the buffer. Replays and drops, by reason, are counted since the process began."""
+        """The last step's row of the buffer. Replays are counted since the process began, drops as the store has them."""
         return {
             **self._last_step,
             "buffer/target": self.decision.new,

@@ -123,6 +123,13 @@ def test_groups_that_time_out_are_a_bias_too_and_the_key_that_drops_them_is_name
     assert "buffer.group_timeout_s" in found[1].look_at
 
 
+def test_what_an_earlier_process_gave_up_is_not_blamed_for_the_late_groups_of_a_resumed_run() -> None:
+    bias = LengthBias(0.02)
+    found = [bias.step({"step": step, **LATE, "buffer/dropped_timed_out": 40}) for step in (101, 102)]
+    assert found[1] is not None
+    assert "buffer.late_groups: wait" in found[1].look_at
+
+
 def test_late_groups_that_were_short_are_told_without_a_word_of_short_answers() -> None:
     bias = LengthBias(0.02)
     found = [bias.step({"step": step, **LATE, "buffer/dropped_tokens_mean": 5.0}) for step in (1, 2)]
@@ -325,6 +332,14 @@ def test_groups_that_are_given_up_count_as_aborted() -> None:
     assert [step for step, finding in enumerate(found, 1) if finding] == [22]
     assert found[21] is not None
     assert found[21].seen.startswith("25% of the attempts")
+
+
+def test_what_an_earlier_process_gave_up_does_not_count_in_a_resumed_run() -> None:
+    storm = AbortStorm(fraction=0.2, group_size=8)
+    row = {"rollouts/groups": 8, "buffer/dropped_timed_out": 40}
+    found = [storm.step({"step": 100 + step, "rollouts/failures": 36, **row}) for step in (1, 2, 3)]
+    assert found[2] is not None
+    assert found[2].seen.startswith("56% of the attempts"), "36 of 64 in each of the three steps"
 
 
 # ── statistics ─────────────────────────────────────────────────────────────────────────────────────────────────────────

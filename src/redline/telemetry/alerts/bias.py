@@ -25,7 +25,7 @@ class _Step:
     late_reward: float | None
     trained_reward: float | None
     timed_out: float
-    """Groups since the process began."""
+    """Groups up to this step, since the run began."""
 
     @staticmethod
     def of(row: Row) -> _Step | None:
@@ -96,7 +96,8 @@ class LengthBias(Detector):
         return f", with a mean reward of {sum(dropped) / len(dropped):.3g} beside {sum(trained) / len(trained):.3g}"
 
     def _look_at(self) -> str:
-        timed_out = self._recent[-1].timed_out - (self._recent[0].timed_out if len(self._recent) == self.RECENT else 0.0)
+        first, last = self._recent[0], self._recent[-1]
+        timed_out = last.timed_out - (0.0 if first.step <= 1 else first.timed_out)
         if timed_out >= sum(step.late for step in self._recent) / 2:
             return "buffer.group_timeout_s, which should be longer than the longest answers take; a reward that hangs"
         return "buffer.late_groups: wait, which drops none of them; or a larger buffer.max_lag, which gives them more time"

@@ -152,8 +152,8 @@ class AbortStorm(Detector):
     def __init__(self, fraction: float, group_size: int) -> None:
         self._fraction = fraction
         self._group_size = group_size
-        self._timed_out = 0.0
-        """Groups since the process began."""
+        self._timed_out: float | None = None
+        """Groups up to the last row, since the run began."""
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=self.POOLED)
         self._history: deque[tuple[float, float]] = deque(maxlen=64)
         """(failed, attempted) of older steps without a storm."""
@@ -187,8 +187,11 @@ class AbortStorm(Detector):
 
     def _given_up(self, row: Row) -> float:
         """Groups of this step that did not come in time."""
-        before, self._timed_out = self._timed_out, number(row, "buffer/dropped_timed_out") or 0.0
-        return max(0.0, self._timed_out - before)
+        before, now = self._timed_out, number(row, "buffer/dropped_timed_out") or 0.0
+        self._timed_out = now
+        if before is None:  # of a resumed run earlier processes have given up most of them
+            return now if row["step"] <= 1 else 0.0
+        return max(0.0, now - before)
 
     def _limit(self) -> float:
         if len(self._history) < self.MIN_HISTORY:
