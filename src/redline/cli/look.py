@@ -59,6 +59,8 @@ def _show_ledger(run: Run, *, as_json: bool) -> None:
     found = run.ledger
     if found is None:
         raise RunFolderError(f"{run.folder.shown}: no ledger to show", "it is written when a run ends")
+    if sentence := run.ledger_is_of:
+        typer.echo(sentence, err=True)
     if as_json:
         typer.echo(json.dumps(found.to_json()))
     else:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from redline.buffer.store.segments import segment_files
 from redline.errors import RunFolderError
+from redline.runs.status import is_closed
 from redline.runs.stored import StoredRun
 from redline.telemetry import RunFolder
+from redline.telemetry.files.metrics import first_row_where, rows_from_the_last
 from redline.telemetry.files.trace import left_out_of
 
 
@@ -21,7 +23,27 @@ class LeftOut:
 
     def sentences(self, num_samples: int) -> list[str]:
         """Return one for each file that has let something go. `num_samples` is how many samples were let go."""
-        return [text for text in (self._trace(), _samples(num_samples), self._trajectories()) if text]
+        return [text for text in (self.ledger(), self._trace(), _samples(num_samples), self._trajectories()) if text]
+
+    def ledger(self) -> str | None:
+        """Return which steps the ledger is of, where earlier processes have taken some; None where it is of all, or not
+        there."""
+        metrics = self._folder.metrics
+        newest = next(rows_from_the_last(metrics), None)
+        if newest is None or not is_closed(self._folder):
+            return None
+        began = newest.get("run/began_s")
+        found = (
+            first_row_where(metrics, lambda row: row.get("run/began_s") == began),
+            first_row_where(metrics, lambda _: True),
+        )
+        own, first = ((row or newest).get("step") for row in found)
+        if own == first:
+            return None
+        return (
+            f"ledger.json is of the last process alone, which took the steps {own} to {newest.get('step')};"
+            " metrics.jsonl has the time of all steps (timeline/PHASE_s)."
+        )
 
     def _trace(self) -> str | None:
         found = left_out_of(self._folder.trace)

@@ -107,6 +107,11 @@ class Run:
             return None
 
     @property
+    def ledger_is_of(self) -> str | None:
+        """Which steps the ledger is of, in a sentence, where earlier processes have taken some; else None."""
+        return self._left_out.ledger()
+
+    @property
     def steps(self) -> int:
         """The last step that was logged; 0 before the first."""
         return steps_logged(self.folder)

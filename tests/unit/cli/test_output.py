@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from support.run_folders import append, write_run
 from support.stored_groups import numbered
 from typer.testing import CliRunner
 
@@ -21,6 +23,7 @@ from redline.lab.bench.every import AllDocument, CaseRun
 from redline.lab.bench.table import render as render_bench
 from redline.lab.gate import perf
 from redline.lab.gate.baseline import Check, Figure
+from redline.runs.run import Run
 from redline.telemetry import Ledger
 from redline.telemetry.ledger import LaneLedger
 
@@ -88,6 +91,20 @@ def test_show_loses_no_number(columns: int, tmp_path: Path) -> None:
     wide, narrow = (CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": str(n)}).stdout for n in (1000, columns))
     assert "12345" in wide
     assert is_whole(narrow, wide, columns)
+
+
+def test_the_ledger_of_a_resumed_run_is_said_to_be_of_its_last_process(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 0, total=5)
+    for step in range(1, 6):
+        append(folder.metrics, [{"step": step, "run/began_s": 10.0 if step < 4 else 20.0}])
+    folder.ledger.write_text(json.dumps(Ledger({"main": LaneLedger(5, {"engine.decode": 5}, 0)}).to_json()))
+    said = "ledger.json is of the last process alone, which took the steps 4 to 5;"
+    assert said in CliRunner().invoke(app, ["show", str(folder.path), "--ledger"]).stderr
+    assert any(said in sentence for sentence in Run.open(folder.path).left_out())
+    folder.metrics.write_text(folder.metrics.read_text().replace("20.0", "10.0"))
+    os.utime(folder.ledger)
+    assert CliRunner().invoke(app, ["show", str(folder.path), "--ledger"]).stderr == ""
+    assert Run.open(folder.path).left_out() == []
 
 
 def test_show_prints_the_whole_ledger_of_a_run_that_has_ended(tmp_path: Path) -> None:
