@@ -3,6 +3,7 @@ transport, and a rank that is killed costs time alone."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ import pytest
 from support.processes import num_rows, only_run, redline, rows, started, succeed, wait_for_run, wait_until, write_letters
 
 from redline.telemetry import RunFolder
+from redline.telemetry.ledger import Ledger
 
 DIVIDED = ("placement.engines=1", "engine.tensor_parallel_size=2")
 
@@ -52,6 +54,8 @@ def test_a_divided_engine_takes_the_steps_of_one_process_by_any_transport(
     ]
     assert max(figures(found, "weight_sync/bytes_moved")) > 0
     assert {"engine-1", "engine-1-rank-1"} <= {path.name.rpartition("-")[0] for path in found.spans.iterdir()}
+    lanes = Ledger.from_json(json.loads(found.ledger.read_text())).lanes
+    assert {name: lane.unaccounted_fraction for name, lane in lanes.items() if lane.unaccounted_fraction > 0.02} == {}
 
 
 @pytest.mark.slow

@@ -116,8 +116,9 @@ def test_ledger_and_trace_have_the_time_of_the_engine_s_process(apart: RunFolder
     lanes = json.loads(apart.ledger.read_text())["lanes"]
     engines = {name: lane for name, lane in lanes.items() if name.startswith("engine-")}
     assert any("engine.decode" in lane["rows"] for lane in engines.values()), list(lanes)
-    for lane in lanes.values():
+    for name, lane in lanes.items():
         assert sum(lane["rows"].values()) + lane["unaccounted_ns"] == lane["wall_ns"]
+        assert lane["unaccounted_ns"] < 0.02 * lane["wall_ns"], name
     events = json.loads(apart.trace.read_text())
     assert len({event["pid"] for event in events if event.get("name") == "engine.decode"}) == 1
 

@@ -185,7 +185,7 @@ class WeightReceiver:
         }
         if frame.kind not in answers:
             raise WeightSyncError(f"{frame.kind!r}: no such frame for weights", "both sides must be of one version")
-        with self._answering, torch.no_grad(), self._on_stream():
+        with span("weight_sync.receive"), self._answering, torch.no_grad(), self._on_stream():
             self._is_confirmed = True
             return answers[frame.kind](**frame.fields)
 

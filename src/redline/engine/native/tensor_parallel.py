@@ -302,27 +302,34 @@ class TensorParallelEngine(NativeEngine):
 def follow(engine: NativeEngine, ranks: Ranks, obey: Obey | None = None) -> None:
     """What the other ranks do: as rank 0 does, until it closes. `obey` does what it orders between two steps."""
     while True:
-        steps = True
         with span("wait.for_requests"):
             entries = ranks.announce(None)
-        for entry in entries:
-            if "submit" in entry:
-                engine.submit(decode_request(entry["submit"]), streaming=entry["streaming"])
-            elif "abort" in entry:
-                engine.abort(entry["abort"])
-            elif "end" in entry:
-                engine.end(*entry["end"])
-            elif "reset_prefix_cache" in entry:
-                engine.reset_prefix_cache()
-            elif "order" in entry:
-                assert obey is not None, "rank 0 orders what nobody has told this rank to do"
-                steps = False
-                obey(entry["order"])
-            else:
+        with span("engine.schedule"):  # what is neither prefill nor decode
+            if not _follow_step(engine, entries, obey):
                 return
-        if steps:
-            with span("engine.schedule"):  # what is neither prefill nor decode
-                engine.step()
+
+
+def _follow_step(engine: NativeEngine, entries: Sequence[Mapping[str, Any]], obey: Obey | None) -> bool:
+    """Do what rank 0 announced, and unless that was an order take a step. False where rank 0 closes."""
+    steps = True
+    for entry in entries:
+        if "submit" in entry:
+            engine.submit(decode_request(entry["submit"]), streaming=entry["streaming"])
+        elif "abort" in entry:
+            engine.abort(entry["abort"])
+        elif "end" in entry:
+            engine.end(*entry["end"])
+        elif "reset_prefix_cache" in entry:
+            engine.reset_prefix_cache()
+        elif "order" in entry:
+            assert obey is not None, "rank 0 orders what nobody has told this rank to do"
+            steps = False
+            obey(entry["order"])
+        else:
+            return False
+    if steps:
+        engine.step()
+    return True
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
@@ -390,6 +397,14 @@ def run_worker(settings: dict[str, Any], make_obey: Callable[[NativeEngine, Rank
     """Be another rank than 0, with the settings that rank 0 gave, until rank 0 closes. `make_obey` returns what does the orders
     of rank 0."""
     threading.Thread(target=_end_with, args=(settings["parent"],), name="rank 0", daemon=True).start()
+    with span("run.setup"):
+        engine, ranks = _joined(settings)
+    follow(engine, ranks, make_obey(engine, ranks) if make_obey else None)
+    ranks.leave()
+
+
+def _joined(settings: dict[str, Any]) -> tuple[NativeEngine, Ranks]:
+    """This rank's part of the engine, once all ranks have met."""
     torch.set_num_threads(settings["num_threads"])
     config = ServedEngineConfig(**settings["config"])
     device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
@@ -401,9 +416,7 @@ def run_worker(settings: dict[str, Any], make_obey: Callable[[NativeEngine, Rank
     meeting.add(ARRIVED, 1)
     ranks = Ranks(shard, device, meeting, settings["step_timeout_s"])
     decoder, tokenizer = _load(Path(settings["folder"]), ranks, device, dtype)
-    engine = NativeEngine(decoder, config, tokenizer, ranks)
-    follow(engine, ranks, make_obey(engine, ranks) if make_obey else None)
-    ranks.leave()
+    return NativeEngine(decoder, config, tokenizer, ranks), ranks
 
 
 def _end_with(rank_0: int) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from redline.child import bound_stderr, take_stdout
+from redline.config import EngineRecipe
 from redline.config.sections.lora import LoraConfig
 from redline.engine import EngineSession
 from redline.engine.remote.service import RequestService, why_failed
@@ -34,6 +35,7 @@ from redline.launch.process import prepare_process
 from redline.launch.workers.engine_rank import rank_program
 from redline.launch.workers.receivers import receiver_of
 from redline.launch.workers.spawn import SPEC_VARIABLE, EngineSpec
+from redline.telemetry import idle_as, span
 from redline.telemetry.machine.hosts import HostSampling, sampling_host
 from redline.telemetry.processes import recording_process
 from redline.weight_sync.receiver import WeightReceiver
@@ -78,8 +80,25 @@ def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], Non
     """Load the engine, tell the address, and answer connections until the parent's has ended. Returns why the engine broke,
     where that ended it. Blocks."""
     recipe = spec.engine_recipe()
-    prepare_process(recipe)
     lora = LoraConfig.model_validate(spec.lora) if spec.lora else None
+    with span("run.setup"):
+        loaded, session = _started(spec, recipe, lora)
+    try:
+        with listen(spec.host, spec.port, token=token) as listener:
+            _is_serving.set()
+            reply({"address": listener.address})
+            with span("wait.for_end"):
+                Roles(spec, loaded, session, listener, lambda: receiver_of(loaded.engine, session, recipe, lora)).answer()
+        return why_failed(session)
+    finally:
+        with span("run.close"):
+            session.close(CLOSE_S)
+            loaded.close()
+
+
+def _started(spec: EngineSpec, recipe: EngineRecipe, lora: LoraConfig | None) -> tuple[LoadedEngine, EngineSession]:
+    """The engine, in a thread that steps it."""
+    prepare_process(recipe)
     loaded = load_engine(
         recipe,
         lora=lora,
@@ -88,15 +107,7 @@ def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], Non
     )
     session = loaded.session()
     session.start("engine", prepare_thread=lambda: torch.set_num_threads(spec.num_threads))
-    try:
-        with listen(spec.host, spec.port, token=token) as listener:
-            _is_serving.set()
-            reply({"address": listener.address})
-            Roles(spec, loaded, session, listener, lambda: receiver_of(loaded.engine, session, recipe, lora)).answer()
-        return why_failed(session)
-    finally:
-        session.close(CLOSE_S)
-        loaded.close()
+    return loaded, session
 
 
 class Roles:
@@ -146,6 +157,7 @@ class Roles:
                 self._parent_is_gone.set()
 
     def _answer_weights(self, connection: Connection) -> None:
+        idle_as("wait.for_updates")
         try:
             receiver = self._make_receiver()
         except RedlineError as error:
