@@ -12,11 +12,10 @@ import numpy as np
 from redline.runs.others import OtherRun
 from redline.runs.others.log import is_number
 from redline.runs.run import Run, setting
+from redline.telemetry.summary.sample_times import seconds_of
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
 
 Row = Mapping[str, Any]
-_NEIGHBOURS, _MOST_GAPS = 4, 3.0
-"""A sample stands for no more than so many times the median gap of so many samples before and after it."""
 _RANK = re.compile(r"rank-(\d+)-")
 """How the lanes of a rank beside rank 0 begin."""
 _TRAINER_WORK = ("training", "weight_sync")
@@ -95,22 +94,13 @@ def _from_samples(samples: Iterable[Row], rows: Sequence[Row], total: float, dev
     ]
     if len(found) < 3 or min(len(busy) for _, busy in found) < devices.count:
         return None
-    weights = _weights(np.array([time for time, _ in found]))
+    weights = seconds_of([time for time, _ in found])
     names = {name for _, busy in found for name in busy}
     shares = [np.average([busy.get(name, 0.0) / 100 for _, busy in found], weights=weights) for name in names]
     of_run = sorted(shares)[-devices.count :]
     seconds = max(0.0, 1 - float(np.mean(of_run))) * total * devices.count
     whose = f"the {devices.count} busiest GPUs of {len(names)}" if len(names) > devices.count else "the GPUs"
     return Idle(seconds, seconds, f"samples of {whose}: no kernel ran")
-
-
-def _weights(moments: np.ndarray) -> np.ndarray:
-    """Seconds that each sample stands for: up to the next one, since older samples are thinned, but no more than a few times
-    what its neighbours stand for, since nothing ran while a run was stopped."""
-    gaps = np.diff(moments, append=moments[-1])
-    gaps[-1] = np.median(gaps[:-1])
-    around = np.lib.stride_tricks.sliding_window_view(np.pad(gaps, _NEIGHBOURS, mode="edge"), 2 * _NEIGHBOURS + 1)
-    return np.clip(gaps, 1e-9, np.maximum(_MOST_GAPS * np.median(around, axis=1), 1e-9))
 
 
 def _busy(sample: Row) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from redline.config.installation import how_to_install
 from redline.config.schema import Config
+from redline.telemetry.summary.sample_times import seconds_of
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX, rollouts_phases, step_phases
 
 Row = Mapping[str, Any]
@@ -86,7 +87,8 @@ class Evidence:
         self.forget_samples()
 
     def forget_samples(self) -> None:
-        self.gpu_utilization = array("d")
+        self.gpu_utilization, self.gpu_times = array("d"), array("d")
+        """Percent, mean over the GPUs of a sample, and when that was."""
         self.gpu_memory_share = -1.0
         self.host_memory_share = -1.0
         """The largest of all samples; negative where none has it."""
@@ -105,7 +107,10 @@ class Evidence:
 
     def add_sample(self, sample: Row) -> None:
         """A row of `samples.jsonl`; of another framework it may lack what ours have."""
-        self.gpu_utilization.extend(_of_gpus(sample, "utilization_percent"))
+        if busy := _of_gpus(sample, "utilization_percent"):
+            moment = sample.get("time")
+            self.gpu_utilization.append(fmean(busy))
+            self.gpu_times.append(moment if isinstance(moment, int | float) else len(self.gpu_times))
         peak = sample.get("memory/peak_bytes", 0)
         for used, total in zip(_of_gpus(sample, "memory_used_bytes"), _of_gpus(sample, "memory_total_bytes"), strict=False):
             self.gpu_memory_share = max(self.gpu_memory_share, max(used, peak) / total)
@@ -246,7 +251,8 @@ def _mfu(evidence: Evidence, config: Config) -> Found:
 def _gpu_utilization(evidence: Evidence, config: Config) -> Found:
     values = evidence.gpu_utilization
     if values:
-        return Found(fmean(values), f"mean of {len(values)} values of gpu/N/utilization_percent")
+        mean = fmean(values, seconds_of(evidence.gpu_times).tolist())
+        return Found(mean, f"mean of gpu/N/utilization_percent in {len(values)} samples, by the time that each stands for")
     return Found(None, _why_no_gpu(config))
 
 

@@ -91,6 +91,15 @@ def test_beside_the_trainer_speeds_are_of_all_steps_together_and_not_of_a_median
     assert found["throughput"].why == "mean of run/samples_per_s in 6 of 6 steps, weighed by run/step_s"
 
 
+def test_samples_that_were_thinned_stand_for_the_time_between_them() -> None:
+    """A day at 90%, of which a sample in 100 s is left, and an hour at 10% with one a second."""
+    older = [GPU | {"time": 100.0 * i, "gpu/0/utilization_percent": 90} for i in range(864)]
+    newest = [GPU | {"time": 86_400.0 + i, "gpu/0/utilization_percent": 10} for i in range(3600)]
+    found = judged([ROW], older + newest, recipe())["GPU utilisation"]
+    assert found.value == pytest.approx((86_400 * 90 + 3600 * 10) / 90_000, abs=0.1)
+    assert found.why == "mean of gpu/N/utilization_percent in 4464 samples, by the time that each stands for"
+
+
 def test_in_lockstep_the_speed_of_the_engine_is_a_median_steps_and_throughput_is_what_steps_an_hour_say() -> None:
     slow = ROW | {"run/step_s": 8.0, "run/samples_per_s": 2.5, "engine/tokens_per_s": 100.0}
     found = judged([slow, ROW, ROW], [], recipe())
