@@ -92,7 +92,7 @@ def test_a_game_is_played_in_steps(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message", "hint"),
     [
-        ("Nothing", {}, "mine_to_load.py) has no Nothing", "it has Reaction, Task, Bare, WithTasks, "),
+        ("Nothing", {}, "mine_to_load.py) has no Nothing", "it has Bare, WithTasks, "),
         ("Bare", {"size": 3}, "could not be made: TypeError", "it takes (seed, rounds=2)"),
         ("Steps", {"rounds": 3}, "could not be made: TypeError", "it takes (seed, size=3)"),
         (
