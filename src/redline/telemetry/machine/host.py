@@ -47,7 +47,7 @@ class Host:
         self._network = _network_bytes()
         self._waited_ns = waits_for_cores()
         self._at = time.monotonic()
-        psutil.cpu_percent()
+        self._machine, self._machine_percent = _Ticks.now(), 0.0
         self._find_children()
 
     def __call__(self) -> dict[str, float]:
@@ -62,12 +62,15 @@ class Host:
         everyone = [me, *children.values()]
         before, self._network = self._network, _network_bytes()
         memory = memory_limits()
+        ticks = _Ticks.now()
+        if ticks.total > self._machine.total:  # else nothing was counted since: it is counted in hundredths of a second
+            self._machine_percent, self._machine = ticks.busy_percent_since(self._machine), ticks
         waited_before, self._waited_ns = self._waited_ns, waits_for_cores()
         waited = [ns - waited_before.get(thread, 0) for thread, ns in self._waited_ns.items()]
         return {
             "host/cpu_percent": me.cpu_percent,
             "host/children_cpu_percent": sum(use.cpu_percent for use in children.values()),
-            "host/machine_cpu_percent": psutil.cpu_percent(),
+            "host/machine_cpu_percent": self._machine_percent,
             "host/cores": usable_cores(),
             **({"host/core_wait_percent": 100 * max(waited) / 1e9 / seconds} if waited else {}),
             "host/processes": len(everyone),
@@ -104,6 +107,23 @@ def _children_of(process: psutil.Process) -> list[psutil.Process]:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Ticks(NamedTuple):
+    """What the cores of the machine have done so far, in seconds. `psutil.cpu_percent` remembers the last look of each thread
+    by itself: in the thread that samples its first answer is 0, whatever the machine does."""
+
+    busy: float
+    total: float
+
+    @classmethod
+    def now(cls) -> _Ticks:
+        times = psutil.cpu_times()._asdict()
+        total = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)  # counted as user time too
+        return cls(total - times["idle"] - times.get("iowait", 0.0), total)
+
+    def busy_percent_since(self, before: _Ticks) -> float:
+        return min(100.0, max(0.0, 100 * (self.busy - before.busy) / (self.total - before.total)))
 
 
 class _Use(NamedTuple):

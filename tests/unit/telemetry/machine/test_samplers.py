@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,22 @@ def test_processor_time_is_that_of_the_process_and_of_its_children(busy_child: i
     assert sample["host/processes"] == 1 + len(children)
     assert sample["host/children_cpu_percent"] >= sample[f"process/{busy_child}/cpu_percent"] > 0
     assert sample["host/children_rss_bytes"] >= sample[f"process/{busy_child}/rss_bytes"] > MIB
+
+
+def test_the_first_sample_has_what_the_machine_did_since_the_beginning_whichever_thread_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sampler makes its sources in one thread and asks them in another."""
+    kind = namedtuple("kind", ("user", "system", "idle", "iowait", "guest"))
+    looks = [kind(10.0, 2.0, 50.0, 1.0, 4.0), kind(12.5, 2.5, 50.5, 1.5, 6.5), kind(12.5, 2.5, 50.5, 1.5, 6.5)]
+    monkeypatch.setattr("psutil.cpu_times", lambda: looks.pop(0))
+    host, found = Host(), list[dict[str, float]]()
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(host()))
+        thread.start()
+        thread.join()
+    busy = [sample["host/machine_cpu_percent"] for sample in found]
+    assert busy == [75.0, 75.0], "3 of 4 seconds; nothing was counted between the two samples"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS allows no fork without exec")
