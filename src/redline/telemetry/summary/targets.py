@@ -80,6 +80,8 @@ class Evidence:
         self.num_rows = 0
         self.values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         """Key of `metrics.jsonl` → the values of the steps that have one."""
+        self.step_s = Mean()
+        """Seconds of a step. A row of somebody else's log may stand for several."""
         self.weighed: defaultdict[str, Mean] = defaultdict(Mean)
         """Key of `WEIGHTS` → its mean over all steps that have both, weighed by what it is a rate of."""
         self.phases: dict[str, Counter[str]] = {PREFIX: Counter(), ROLLOUTS_PREFIX: Counter()}
@@ -100,6 +102,7 @@ class Evidence:
             value = row.get(key)
             if isinstance(value, int | float):  # not null, and no text of somebody else's
                 self.values[key].append(value)
+        self.step_s.add(row.get("run/step_s") or None, 1, row.get("run/steps", 1))
         for key, weight in WEIGHTS.items():
             self.weighed[key].add(row.get(key), row.get(weight), row.get("run/steps", 1))
         self.phases[PREFIX].update(step_phases(row) if phases is None else phases)
@@ -236,10 +239,10 @@ def _share_of(phase: str) -> Find:
 
 
 def _steps_per_hour(evidence: Evidence, config: Config) -> Found:
-    seconds = [value for value in evidence.values.get("run/step_s", ()) if value]
-    if not seconds:
+    seconds = evidence.step_s.value
+    if seconds is None:
         return Found(None, "no step has run/step_s")
-    return Found(3600 / fmean(seconds), "3600 / mean of run/step_s")
+    return Found(3600 / seconds, "3600 / mean of run/step_s")
 
 
 def _mfu(evidence: Evidence, config: Config) -> Found:
@@ -325,7 +328,6 @@ KEYS = (
     "engine/preemptions",
     "engine/tokens_per_s",
     "buffer/policy_lag_max_steps",
-    "run/step_s",
     "trainer/imbalance",
     "trainer/mfu",
     "trainer/padding_tokens",

@@ -91,6 +91,15 @@ def test_beside_the_trainer_speeds_are_of_all_steps_together_and_not_of_a_median
     assert found["throughput"].why == "mean of run/samples_per_s in 6 of 6 steps, weighed by run/step_s"
 
 
+def test_a_row_that_stands_for_several_steps_counts_as_often() -> None:
+    """As logs of other frameworks have them: the last row of a run holds fewer steps."""
+    ten = ROW | {"run/steps": 10, "run/step_s": 1.0, "run/samples_per_s": 16.0}
+    one = ROW | {"run/step_s": 3.0, "run/samples_per_s": 16 / 3}
+    found = judged([ten, one], [], recipe())
+    assert found["steps"].value == pytest.approx(3600 * 11 / 13)
+    assert found["throughput"].value == pytest.approx(16 * 3600 * 11 / 13)
+
+
 def test_samples_that_were_thinned_stand_for_the_time_between_them() -> None:
     """A day at 90%, of which a sample in 100 s is left, and an hour at 10% with one a second."""
     older = [GPU | {"time": 100.0 * i, "gpu/0/utilization_percent": 90} for i in range(864)]
