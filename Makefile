@@ -6,9 +6,9 @@ BIN := .venv/bin
 DEMO_READY := .venv/.demo-ready
 TEST_READY := .venv/.test-ready
 DEMO_MODEL := .venv/.demo-model
-# A file's tests share what they have set up, so they stay in one process. Files come in the order of their names: the long ones
-# of tests/e2e first, so that no core waits for the other at the end. The slow tests measure, and run one after the other.
-ON_EVERY_CORE := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# A file's tests share what they have set up, so each process gets a run of them; one that is through takes from another, so that
+# no core waits at the end. The slow tests measure, and run one after the other.
+ON_EVERY_CORE := -n logical --maxprocesses 8 --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile -c constraints.txt
 SAY := @printf '%s\n' >&2
 
