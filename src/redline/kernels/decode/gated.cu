@@ -15,7 +15,7 @@ constexpr int ROWS = 64 * TALL * GROUPS;
 constexpr int INNER = 64;         // of K, in a stage
 constexpr int LINE = 2 * INNER;   // bytes of a row in a stage; eight rows are one pattern of the copy engine's swizzle
 constexpr int STAGE = (ROWS + 2 * COLUMNS) * LINE;
-constexpr int PITCH = 2 * COLUMNS + 16;  // bytes of a row of the result, on its way out: no two lanes meet in a bank
+constexpr int PITCH = 2 * COLUMNS + 16;  // bytes of a row of the result, on its way out: padded, so that few lanes meet in a bank
 constexpr int THREADS = 128 * (GROUPS + 1);
 
 struct alignas(64) Map { u64 words[16]; };  // CUtensorMap
