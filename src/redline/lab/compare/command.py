@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from redline.errors import CompareError, ConfigError
-from redline.lab.compare.sides import Saved, What, is_saved, jobs, read_saved
+from redline.lab.compare.saved import Saved, read_saved
+from redline.lab.compare.sides import What, is_saved, jobs
 from redline.lab.compare.worker import Job, Told, Turns, measure_pair
 from redline.lab.evidence.experiment import Experiment, Metric, Pair, Phase, Round, Wish, run
 from redline.lab.evidence.guards import TOLERANCES
@@ -138,7 +139,8 @@ def _compare_saved(request: Request) -> Report:
             "saved results are read, and nothing runs that keys, --recipe, --case, --rounds and --guard would change or watch",
             "leave them out",
         )
-    a, b = (read_saved(side, request.metric) for side in (request.a, request.b))
+    a = read_saved(request.a, request.metric)
+    b = read_saved(request.b, f"{a.figure}:{a.field}" if a.field else a.figure)
     metric = Metric(a.figure, a.larger_is_better, a.unit)
     samples = [{"A": list(a.samples), "B": list(b.samples)}]
     verdict = (

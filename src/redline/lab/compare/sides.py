@@ -10,7 +10,6 @@ results.json, results.json#transformers a saved result, and a side of it
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 
 import redline
 from redline.config import load_recipe, refuse_without_effect, resolve
-from redline.config.earlier import as_of_now
 from redline.errors import CompareError, ConfigError
 from redline.lab.bench.settings import make_settings
 from redline.lab.compare.left_out import between_steps
@@ -29,12 +27,8 @@ from redline.launch.preflight import check_inputs
 
 GIT = "git:"
 OWN_SOURCE = Path(redline.__file__).parents[1]
-DEFAULT_FIELD = {"tok/s": "tokens_per_s"}
-"""The field of a sample that counts, by the unit of the result; elsewhere the first."""
 RECORDED = "config.json"
 """The recipe in a run folder."""
-SHOWN = 120
-"""Characters of a sample in a message."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -169,56 +163,3 @@ def _git(root: Path, *arguments: str, hint: str) -> str:
     if process.returncode:
         raise CompareError(f"git {arguments[0]} failed: {said.strip() or 'nothing found'}", hint)
     return printed.strip()
-
-
-# ── saved results ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True, frozen=True)
-class Saved:
-    """The samples of one side of one figure."""
-
-    path: Path
-    side: str | None
-    figure: str
-    samples: Sequence[float]
-    larger_is_better: bool
-    unit: str
-    device: str
-    config: Any
-
-
-def read_saved(text: str, metric: str | None) -> Saved:
-    """`metric` names a result of the document (`throughput`), or one and a field of its samples (`throughput:tokens_per_s`)."""
-    name, _, side = text.partition("#")
-    path = Path(name)
-    try:
-        document = json.loads(path.read_text())
-        results = {result["name"]: result for result in document["results"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CompareError(f"{path}: not a saved result: {error}", "give what `redline bench CASE --save DIR` wrote") from error
-    wanted, _, key = (metric or next(iter(results))).partition(":")
-    if wanted not in results:
-        raise CompareError(f"{path} has no result called {wanted}", f"--metric with one of: {', '.join(results)}")
-    result, identity = results[wanted], document["identity"]
-    samples = [_number(sample, side, key or DEFAULT_FIELD.get(result["unit"], ""), path) for sample in result["samples"]]
-    larger = key.endswith("_per_s") if key else result["unit"] not in ("s", "bytes")
-    device, config = identity.get("device", "cpu"), identity.get("config")
-    config = as_of_now(config) if isinstance(config, dict) else config
-    return Saved(path, side or None, wanted, samples, larger, result["unit"], device, config)
-
-
-def _number(sample: Any, side: str, key: str, path: Path) -> float:
-    """A sample is a number, or holds one per side, or a few figures, or a few per side; ours comes first."""
-    value = sample
-    if isinstance(value, dict) and (side or isinstance(next(iter(value.values()), None), dict)):
-        value = value.get(side or next(iter(value)))
-    if isinstance(value, dict):
-        value = value.get(key) if key else next((v for v in value.values() if isinstance(v, int | float)), None)
-    if not isinstance(value, int | float) or value <= 0:
-        where = f"{path}#{side}" if side else str(path)
-        shown = json.dumps(sample)[:SHOWN]
-        raise CompareError(
-            f"{where}: no positive number in a sample: {shown}", "name a side, FILE#SIDE, or --metric RESULT:FIELD"
-        )
-    return float(value)

@@ -55,6 +55,11 @@ class TrainRun:
     def step_s(self) -> float:
         return self.seconds / len(self.steps)
 
+    @property
+    def step_phase_s(self) -> dict[str, float]:
+        """Seconds of each phase, per step."""
+        return {phase: seconds / len(self.steps) for phase, seconds in self.phase_s.items()}
+
     def as_json(self) -> dict[str, object]:
         return {
             "seconds": self.seconds,

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from redline.errors import CompareError, ConfigError, RedlineError
 from redline.lab.compare.command import Report, Request, compare
-from redline.lab.compare.sides import OWN_SOURCE, What, jobs, read_saved, worktree
+from redline.lab.compare.saved import read_saved
+from redline.lab.compare.sides import OWN_SOURCE, What, jobs, worktree
 from redline.lab.evidence.experiment import Wish
 
 TREE = str(OWN_SOURCE.parent)
@@ -161,6 +162,81 @@ def test_samples_may_have_several_figures(tmp_path: Path) -> None:
     assert read_saved(path, None).samples == NEAR
     assert read_saved(path, "step:tokens_per_s").samples == [10.0] * 10
     assert read_saved(path, "step:tokens_per_s").larger_is_better
+
+
+def document(path: Path, *results: dict[str, Any], case: str = "x") -> str:
+    """A saved result as `redline bench` writes it: `fraction_of_bound` is value / bound where more is better."""
+    path.write_text(json.dumps({"case": case, "identity": {"device": "cpu", "config": None}, "results": list(results)}))
+    return str(path)
+
+
+def result(name: str, samples: Sequence[Any], value: float, unit: str, *, larger: bool) -> dict[str, Any]:
+    bound = 2 * value if larger else value / 2
+    return {"name": name, "value": value, "unit": unit, "samples": samples, "bound": {"value": bound}, "fraction_of_bound": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("unit", "larger"), [("ns", False), ("$", False), ("%", False), ("%", True), ("×", False), ("×", True)]
+)
+def test_a_document_says_which_way_its_figure_is_better(tmp_path: Path, unit: str, larger: bool) -> None:
+    worse = [value / 1.2 if larger else value * 1.2 for value in NEAR]
+    a = document(tmp_path / "a.json", result("x", NEAR, 1.0015, unit, larger=larger))
+    b = document(tmp_path / "b.json", result("x", worse, 1.0015, unit, larger=larger))
+    assert (report(a, b).verdict.kind, report(b, a).verdict.kind) == ("slower", "faster")
+
+
+def test_counts_of_the_gate_are_better_when_smaller(tmp_path: Path) -> None:
+    figure = {
+        "name": "trainer step: operators",
+        "value": 5,
+        "unit": "",
+        "samples": [5],
+        "bound": None,
+        "fraction_of_bound": None,
+    }
+    assert not read_saved(document(tmp_path / "a.json", figure, case="perf"), None).larger_is_better
+
+
+def test_the_samples_of_a_figure_are_those_that_make_its_value(tmp_path: Path) -> None:
+    """Not the first numbers in them: reading is not writing, and what is read faster is another result of the same samples."""
+    samples = [
+        {"redline": {"write_s": 9.0, "read_s": value}, "pickle": {"write_s": 1.0, "read_s": 2 * value}} for value in NEAR
+    ]
+    path = document(tmp_path / "a.json", result("1,024: read", samples, 1.0015, "s", larger=False))
+    assert read_saved(path, None).samples == NEAR
+    assert read_saved(path, "1,024: read").samples == NEAR
+    assert read_saved(f"{path}#pickle", "1,024: read").samples == [2 * value for value in NEAR]
+    assert read_saved(path, "1,024: read:write_s").samples == [9.0] * 10
+
+
+def test_the_side_that_makes_the_value_need_not_be_the_first(tmp_path: Path) -> None:
+    samples = [{"off": {"tokens_per_s": 50.0}, "auto": {"tokens_per_s": value}} for value in NEAR]
+    path = document(tmp_path / "a.json", result("throughput", samples, 1.0015, "tok/s", larger=True))
+    assert read_saved(path, None).samples == NEAR
+
+
+def test_of_results_of_one_name_the_one_with_the_side_is_read(tmp_path: Path) -> None:
+    ours = {"redline": {"tokens_per_s": 1.0}}
+    both = [[ours | {peer: {"tokens_per_s": speed}}] * 8 for peer, speed in (("transformers", 0.5), ("vllm", 0.8))]
+    path = document(tmp_path / "a.json", *(result("throughput", samples, 1.0, "tok/s", larger=True) for samples in both))
+    assert read_saved(f"{path}#transformers", None).samples == [0.5] * 8
+    assert read_saved(f"{path}#vllm", None).samples == [0.8] * 8
+
+
+def test_a_rate_in_other_units_is_no_time(tmp_path: Path) -> None:
+    samples = [{"ours": {"seconds": 1 / value, "bytes_per_s": 1e9 * value}} for value in NEAR]
+    read = read_saved(document(tmp_path / "a.json", result("copy", samples, 1.0015, "GB/s", larger=True)), None)
+    assert read.samples == [1e9 * value for value in NEAR]
+    assert read.larger_is_better
+
+
+def test_parts_of_a_figure_are_not_taken_for_it(tmp_path: Path) -> None:
+    samples = [{"redline": {"data": 0.1, "forward": value}} for value in NEAR]
+    path = document(tmp_path / "a.json", result("step", samples, 1.1015, "s", larger=False))
+    with pytest.raises(CompareError, match="no positive number") as refused:
+        read_saved(path, None)
+    assert "with one of data, forward" in refused.value.hint
+    assert read_saved(path, "step:forward").samples == NEAR
 
 
 @pytest.mark.parametrize("samples", [[{"x": "much"}], [0.0], [None], [{"redline": {"nothing": "here"}}]])

@@ -196,14 +196,14 @@ def _phases(rounds: Rounds, peer: str | None, least: Bound) -> Result:
         theirs = _median(rounds, peer, "step_s")
         figure = PeerFigure(peer, theirs, theirs / _median(rounds, OURS, "step_s"))
     details = {"parts": parts[OURS]} | ({"peer_parts": parts[peer]} if peer is not None else {})
-    samples = [{name: dict(row[name].phase_s) for name in parts} for row in rounds]
+    samples = [{name: {"step_s": row[name].step_s, **row[name].step_phase_s} for name in parts} for row in rounds]
     return Result("step", _median(rounds, OURS, "step_s"), "s", samples, least, figure, larger_is_better=False, details=details)
 
 
 def _phase_medians(rounds: Rounds, name: str) -> dict[str, float]:
     runs = [row[name] for row in rounds]
     return {
-        phase: statistics.median(run.phase_s.get(phase, 0.0) / len(run.steps) for run in runs)
+        phase: statistics.median(run.step_phase_s.get(phase, 0.0) for run in runs)
         for phase in dict.fromkeys(phase for run in runs for phase in run.phase_s)
     }
 

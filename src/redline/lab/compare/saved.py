@@ -1,0 +1,151 @@
+"""Saved results as `redline compare` reads them: which numbers of a document make its figure, and which way is better."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.config.earlier import as_of_now
+from redline.errors import CompareError
+
+USUAL = {"tok/s": ("tokens_per_s",), "GB/s": ("bytes_per_s",), "s": ("p50", "seconds", "step_s")}
+"""Unit → fields of a sample that have it, for values that are no median of one: pooled, or scaled."""
+SMALLER = ("s", "ns", "bytes", "$")
+"""Units of which less is better, where a result has no bound to tell."""
+SHOWN = 120
+"""Characters of a sample in a message."""
+
+Result = Mapping[str, Any]
+
+
+@dataclass(slots=True, frozen=True)
+class Saved:
+    """The samples of one side of one figure."""
+
+    path: Path
+    side: str | None
+    figure: str
+    field: str
+    """Of a sample; empty where it is a number."""
+    samples: Sequence[float]
+    larger_is_better: bool
+    unit: str
+    device: str
+    config: Any
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Where in a sample a number is: by side and field, by either, or the sample itself."""
+
+    side: str = ""
+    field: str = ""
+
+    def number(self, sample: Any) -> float | None:
+        """The number there; None where there is none."""
+        value = sample
+        for key in filter(None, (self.side, self.field)):
+            value = value.get(key) if isinstance(value, dict) else value
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def read_saved(text: str, metric: str | None) -> Saved:
+    """`metric` names a result of the document (`throughput`), or one and a field of its samples (`throughput:tokens_per_s`)."""
+    name, _, side = text.partition("#")
+    path = Path(name)
+    document = _read(path)
+    figure, field = _wanted(metric, document["results"], path)
+    result = _with_side([each for each in document["results"] if each["name"] == figure], side)
+    own = _own_place(result)
+    place = Place(side or own.side, field or own.field)
+    if side and side == own.side + own.field:
+        place = own
+    samples = [_positive(place, sample, text, figure) for sample in result["samples"]]
+    is_own = not field or field == own.field
+    larger = _is_larger_better(result, document) if is_own else field.endswith(("_per_s", "hit_rate")) or "reward" in field
+    identity = document["identity"]
+    config = as_of_now(identity.get("config")) if isinstance(identity.get("config"), dict) else identity.get("config")
+    unit = result["unit"] if is_own else _unit_of(field)
+    return Saved(path, side or None, figure, place.field, samples, larger, unit, identity.get("device", "cpu"), config)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+        for result in document["results"]:
+            _ = result["name"], result["unit"], len(result["samples"])
+        if not document["results"] or not isinstance(document["identity"], dict):
+            raise ValueError("no results, or nobody's")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CompareError(f"{path}: not a saved result: {error}", "give what `redline bench CASE --save DIR` wrote") from error
+    return document
+
+
+def _wanted(metric: str | None, results: Sequence[Result], path: Path) -> tuple[str, str]:
+    """The name of a result, which may have a colon in it, and the field that is asked for."""
+    names = list(dict.fromkeys(result["name"] for result in results))
+    if metric is None or metric in names:
+        return metric or names[0], ""
+    name, _, field = metric.rpartition(":")
+    if name not in names:
+        raise CompareError(f"{path} has no result called {metric}", f"--metric with one of: {', '.join(names)}")
+    return name, field
+
+
+def _with_side(results: Sequence[Result], side: str) -> Result:
+    """One result for each peer has the same name: that which has the side."""
+    return next((each for each in results if any(isinstance(s, dict) and side in s for s in each["samples"])), results[0])
+
+
+def _own_place(result: Result) -> Place:
+    """Where the numbers are that the value of a result is the median or the mean of. A sample holds a number, or one per side,
+    or a few figures, or a few per side."""
+    columns = _columns(result["samples"])
+    for place, numbers in columns.items():
+        if _is_made_of(result.get("value"), numbers):
+            return place
+    usual = (place for field in USUAL.get(result["unit"], ()) for place in columns if place.field == field)
+    return next(usual, Place(next((place.side for place in columns), "")))  # ours comes first
+
+
+def _columns(samples: Sequence[Any]) -> dict[Place, list[float]]:
+    """The numbers of all samples, by their place, where every sample has one."""
+    first = samples[0] if samples and isinstance(samples[0], dict) else {}
+    flat = [Place("", name) for name, value in first.items() if not isinstance(value, dict)]
+    of_sides = [Place(side, name) for side, value in first.items() if isinstance(value, dict) for name in value]
+    found = {place: [place.number(sample) for sample in samples] for place in (*flat, *of_sides)}
+    return {place: [n for n in numbers if n is not None] for place, numbers in found.items() if None not in numbers}
+
+
+def _is_made_of(value: Any, numbers: Sequence[float]) -> bool:
+    if not isinstance(value, int | float):
+        return False
+    return any(math.isclose(middle(numbers), value, rel_tol=1e-9) for middle in (statistics.median, statistics.fmean))
+
+
+def _positive(place: Place, sample: Any, text: str, figure: str) -> float:
+    value = place.number(sample)
+    if value is None or not 0 < value < math.inf:
+        fields = ", ".join(dict.fromkeys(known.field for known in _columns([sample])))
+        raise CompareError(
+            f"{text}: no positive number in a sample: {json.dumps(sample)[:SHOWN]}",
+            f"name a side, FILE#SIDE, or a field: --metric '{figure}:FIELD'{f' with one of {fields}' if fields else ''}",
+        )
+    return value
+
+
+def _is_larger_better(result: Result, document: Mapping[str, Any]) -> bool:
+    """A document has it in how the fraction of the bound was computed: value / bound, or bound / value."""
+    value, bound, fraction = result.get("value"), (result.get("bound") or {}).get("value"), result.get("fraction_of_bound")
+    if value and bound and fraction and not math.isclose(value, bound):
+        return math.isclose(fraction, value / bound)
+    return document.get("case") != "perf" and result["unit"] not in SMALLER
+
+
+def _unit_of(field: str) -> str:
+    return "tok/s" if field.endswith("tokens_per_s") else "s" if field.endswith(("_s", "seconds")) else ""
