@@ -63,8 +63,8 @@ class Observation:
     source: str
 
 
-def rates_of(device: Device, folder: Path | None = None) -> Rates:
-    """The device's own rates with the efficiencies that saved results give."""
+def rates_of(device: Device, folder: Path | None = None, dtype: str = "bfloat16") -> Rates:
+    """The device's own rates in a dtype, with the efficiencies that saved results give."""
     found = read_observations(device, folder or results_folder())
     other = "" if found or not device.is_gpu else _nearest_with_results(device, folder or results_folder())
     if other:
@@ -74,7 +74,7 @@ def rates_of(device: Device, folder: Path | None = None) -> Rates:
         phase: fit([o for o in found if o.phase == phase], default, f"; measured on {other}" if other else "")
         for phase, default in assumed.items()
     }
-    return Rates(device.flops, device.bandwidth, device.host_bandwidth, **fitted)
+    return Rates(device.flops_in(dtype), device.bandwidth, device.host_bandwidth, **fitted)
 
 
 def results_folder() -> Path:
@@ -152,7 +152,7 @@ def _read_generate(document: Mapping[str, Any], device: Device, source: str) -> 
     if config["prompts"] * config["n"] <= FEW_ROWS:
         return []
     throughput = next(result for result in document["results"] if result["name"] == "throughput")
-    rates = _rates_then(device, throughput)
+    rates = _rates_then(device, throughput, config["dtype"])
     prompt = config["prompt_tokens"] or config["engine"]["max_model_len"] - config["new_tokens"]
     load = config["prompts"], config["n"], prompt, config["new_tokens"]
     seconds = config["prompts"] * config["n"] * config["new_tokens"] / throughput["value"]
@@ -165,7 +165,7 @@ def _read_n_sampling(document: Mapping[str, Any], device: Device, source: str) -
     for result in document["results"]:
         n = int(result["name"].removeprefix("n = ").split(":")[0])
         found[n] = statistics.median(sample["one request"]["seconds"] for sample in result["samples"])
-    rates = _nominal(device)
+    rates = _nominal(device, dtype=config["dtype"])
     return [
         _generation(config, rates, (config["prompts"], n, config["prompt_tokens"], config["new_tokens"]), seconds, source)
         for n, seconds in found.items()
@@ -192,7 +192,7 @@ def _read_trainer(document: Mapping[str, Any], device: Device, source: str) -> l
     config = document["identity"]["config"]
     step = next(result for result in document["results"] if result["name"] == "step")
     setup = training_setup(config, device)
-    parts, rates = step["parts"], _rates_then(device, step)
+    parts, rates = step["parts"], _rates_then(device, step, config["dtype"])
     passes = sum(parts.get(name, 0.0) for name in ("data", "forward", "backward", "other"))
     return [
         Observation("training", step_cost(setup, rates), passes, source),
@@ -260,16 +260,16 @@ def observations_of(point: Mapping[str, Any], device: Device, rates: Rates, sour
 READERS = {"generate": _read_generate, "n-sampling": _read_n_sampling, "trainer": _read_trainer, "plan": _read_plan}
 
 
-def _nominal(device: Device, rates: Mapping[str, float] | None = None) -> Rates:
-    given = rates or {"flops": device.flops, "bandwidth": device.bandwidth}
+def _nominal(device: Device, rates: Mapping[str, float] | None = None, dtype: str = "bfloat16") -> Rates:
+    given = rates or {"flops": device.flops_in(dtype), "bandwidth": device.bandwidth}
     none = Efficiency(1.0, 1.0, 0.0, "")
     return Rates(given["flops"], given["bandwidth"], device.host_bandwidth, none, none, none)
 
 
-def _rates_then(device: Device, result: Mapping[str, Any]) -> Rates:
+def _rates_then(device: Device, result: Mapping[str, Any], dtype: str) -> Rates:
     """A GPU's are in the table. A CPU's are those that the document was measured with."""
     said = _MEASURED_RATES.search(result["bound"]["why"])
     if device.is_gpu or said is None:
-        return _nominal(device)
+        return _nominal(device, dtype=dtype)
     bandwidth, flops = (float(text.replace(",", "")) for text in said.groups())
     return _nominal(device, {"bandwidth": bandwidth * 1e9, "flops": flops * 1e12})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from redline.config.user_cache import user_cache
 from redline.errors import RedlineError
 from redline.lab.measure.machine import measure_machine, resident_bytes
 from redline.lab.plan.devices import CPU_PRICE, Device
-from redline.telemetry import describe_environment
+from redline.telemetry import describe_environment, write_json
+from redline.telemetry.files.durable import read_json
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,11 +46,12 @@ def _cached(dtype: torch.dtype, num_threads: int, facts: dict[str, Any]) -> Meas
     key = [facts["cpu"], num_threads, str(dtype), metadata.version("torch")]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     path = plan_folder() / f"cpu-{digest}.json"
-    if path.is_file():
-        return Measured(**json.loads(path.read_text()))
+    found = read_json(path)
+    if found.keys() == {field.name for field in fields(Measured)}:
+        return Measured(**found)
     measured = measure_cpu(dtype, num_threads)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(measured)))
+    write_json(path, asdict(measured))
     return measured
 
 

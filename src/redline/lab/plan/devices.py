@@ -38,6 +38,10 @@ class Device:
     def is_gpu(self) -> bool:
         return self.kind == "cuda"
 
+    def flops_in(self, dtype: str) -> float:
+        """Operations per second of products in that dtype. A CPU's rate was measured in its own."""
+        return FLOAT32_FLOPS.get(self.name, self.flops) if dtype == "float32" else self.flops
+
 
 # A PCIe link of generation 4 or 5 with 16 lanes carries 32 or 64 GB/s each way, of which copies from pinned memory reach about
 # 85%. NVLink figures of data sheets are for both directions together; here is one.
@@ -59,6 +63,20 @@ DEVICES: Mapping[str, Device] = {
         Device("rtx4090", 24_564 * MIB, 165.2e12, 1.008 * TB, PCIE4, PCIE4, 450, 0.5),
     )
 }
+FLOAT32_FLOPS: Mapping[str, float] = {
+    "b200": 75e12,
+    "h200": 67e12,
+    "h100": 67e12,
+    "h100-nvl": 60e12,
+    "h100-pcie": 51e12,
+    "a100": 19.5e12,
+    "a100-40gb": 19.5e12,
+    "l40s": 91.6e12,
+    "a10g": 35e12,
+    "l4": 30.3e12,
+    "rtx4090": 82.6e12,
+}
+"""Operations per second in float32. Such products do not use the tensor cores: torch leaves TF32 off, and so do we."""
 CPU_PRICE = 0.1
 """Dollars per hour of a few cores."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,11 @@ class Plan:
         return self.setup.config.run.steps * self.time.step_s / 3600 * self.setup.gpus * self.setup.device.price
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the recipe asks for and the plan does not have, a sentence each."""
+        return tuple(_left_out(self.setup))
+
+    @property
     def verdict(self) -> str:
         device, worst = self.setup.device, self.memory.worst
         if self.fits:
@@ -86,6 +91,7 @@ class Plan:
             },
             "fits": self.fits,
             "verdict": self.verdict,
+            "left_out": list(self.left_out),
             "room_bytes": self.room,
             "memory": {phase.name: _phase(phase) for phase in self.memory.phases},
             "host": {"terms": dict(self.memory.host), "total_bytes": sum(self.memory.host.values())},
@@ -136,7 +142,8 @@ def make_plan(
     priced = with_prices(device, hardware.prices)
     setup = make_setup(config, priced, hardware.count, prompt_tokens, mean_new_tokens, process_bytes)
     asked = config.trainer.sharding if hardware.count > 1 and config.trainer.sharding != "none" else None
-    return plan_setup(divided(setup, hardware.sharding or asked, hardware.tensor_parallel_size), rates_of(device, results))
+    rates = rates_of(device, results, setup.config.model.dtype)
+    return plan_setup(divided(setup, hardware.sharding or asked, hardware.tensor_parallel_size), rates)
 
 
 def plan_setup(setup: Setup, rates: Rates) -> Plan:
@@ -144,6 +151,29 @@ def plan_setup(setup: Setup, rates: Rates) -> Plan:
     memory = estimate_memory(setup)
     time = estimate_time(setup, memory, rates)
     return Plan(setup, memory, time, rates, [*parallel, *choices(setup, memory)], find_cuts(setup, rates, memory))
+
+
+def _left_out(setup: Setup) -> Iterator[str]:
+    """A plan is of one process on each device, in which trainer and engine work in turn."""
+    config, placement = setup.config, setup.config.placement
+    if placement.engines:
+        yield f"placement.engines = {placement.engines}: processes and weights of their own; planned on the trainer's devices"
+    if placement.sleep:
+        yield "placement.sleep: an engine without its cache while a step is trained on; planned with it"
+    if config.buffer.max_lag:
+        yield f"buffer.max_lag = {config.buffer.max_lag}: rollouts beside the trainer; planned one after the other"
+    if config.engine.kind != "native":
+        yield f"engine.kind = {config.engine.kind}: planned as our own engine"
+    if config.engine.tensor_parallel_size not in (1, setup.tensor_parallel_size):
+        size = config.engine.tensor_parallel_size
+        planned = f"planned as {setup.tensor_parallel_size}; --tensor-parallel {size} asks for it"
+        yield f"engine.tensor_parallel_size = {size}: {planned}"
+    if config.trainer.sequence_parallel_size > 1:
+        yield f"trainer.sequence_parallel_size = {config.trainer.sequence_parallel_size}: planned with whole sequences"
+    if placement.trainers not in (1, setup.gpus):
+        yield f"placement.trainers = {placement.trainers}: planned as --gpus {setup.gpus}"
+    if config.rollouts.environment.name:
+        yield f"rollouts.environment.name = {config.rollouts.environment.name}: its own time, and turns after the first"
 
 
 def _device(config: Config, gpu: str | None) -> tuple[Device, int]:

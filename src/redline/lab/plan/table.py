@@ -36,7 +36,10 @@ def _head(plan: Plan) -> Text:
         f" {work.max_new_tokens} new ones, {work.mean_new_tokens:,.0f} on average\n",
         style="dim",
     )
-    return text.append(plan.verdict, style="bold green" if plan.fits else "bold red")
+    text.append(plan.verdict, style="bold green" if plan.fits else "bold red")
+    for sentence in plan.left_out:
+        text.append(f"\nnot in this plan: {sentence}", style="yellow")
+    return text
 
 
 def _memory(plan: Plan) -> Fitted:

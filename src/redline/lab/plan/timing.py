@@ -14,8 +14,7 @@ and their launches. `calibration.py` finds the three.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -56,9 +55,6 @@ class TimedPhase:
 @dataclass(slots=True, frozen=True)
 class TimeEstimate:
     phases: tuple[TimedPhase, ...]
-    overlapped: bool
-    """Sampling and training run beside each other (`buffer.max_lag` > 0) on devices of their own."""
-    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -262,7 +258,7 @@ def estimate_time(setup: Setup, memory: MemoryEstimate, rates: Rates) -> TimeEst
     if config.needs_critic:
         phases.append(_timed("critic step", step, rates.training))
     phases.append(_timed("weight sync", _sync_cost(setup), rates.training))
-    return TimeEstimate(tuple(phases), overlapped=False)
+    return TimeEstimate(tuple(phases))
 
 
 def _timed(name: str, cost: Cost, efficiency: Efficiency) -> TimedPhase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.small_models import CONFIGS, EXPERTS, SHAPE, llama, write_model
 from textbook import CHANGES, after, all_at_once, enough
 from transformers import (
@@ -29,10 +31,10 @@ from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, ModelError
-from redline.lab.plan import gguf_header
+from redline.lab.plan import cpu, gguf_header
 from redline.lab.plan.advice import find_cuts, fits
 from redline.lab.plan.calibration import rates_of
-from redline.lab.plan.devices import DEVICES, find_device, with_prices
+from redline.lab.plan.devices import DEVICES, FLOAT32_FLOPS, find_device, with_prices
 from redline.lab.plan.held import held_terms, kept_logits, policy_bytes
 from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.plan import Hardware, Plan, make_plan, plan_setup
@@ -40,6 +42,7 @@ from redline.lab.plan.setup import Setup, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
 from redline.lab.plan.sizes import balanced
 from redline.lab.plan.stages import parameters_of, time_share
+from redline.lab.plan.table import render
 from redline.lab.plan.timing import training_cost
 from redline.models.files.hf import check_folder, empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
@@ -581,6 +584,45 @@ def test_more_epochs_take_more_passes_and_more_mini_batches_more_updates() -> No
     assert divided["forward/backward"] >= one["forward/backward"]
     assert "logprob passes" in divided.keys() & twice.keys()
     assert "logprob passes" not in one
+
+
+def test_products_in_float32_do_not_have_the_rate_of_tensor_cores() -> None:
+    """A data sheet has 989 TFLOP/s in bfloat16 and 67 in float32: a step that products bound takes 15 times as long."""
+    sizes = {"rollouts": {"groups_per_step": 64}, "trainer": {"max_tokens_per_micro_batch": 16384}}
+    half, whole = (plan_of(HALF, "h200", model={"path": HALF, "dtype": dtype}, **sizes) for dtype in ("bfloat16", "float32"))
+    assert whole.rates.flops == 67e12
+    assert whole.time.seconds_of("forward/backward") > 10 * half.time.seconds_of("forward/backward")
+    assert FLOAT32_FLOPS.keys() == DEVICES.keys()
+
+
+def test_what_a_plan_does_not_have_is_said() -> None:
+    assert plan_of(HALF, "h200").left_out == ()
+    apart = plan_of(HALF, "h200", placement={"engines": 2}, buffer={"max_lag": 1})
+    assert [sentence.partition(" =")[0] for sentence in apart.left_out] == ["placement.engines", "buffer.max_lag"]
+    assert apart.as_json()["left_out"] == list(apart.left_out)
+    divided = plan_of(
+        HALF, "h200", trainer={"sequence_parallel_size": 2}, engine={"tensor_parallel_size": 2}, placement={"engines": 1}
+    )
+    assert any("--tensor-parallel 2 asks for it" in sentence for sentence in divided.left_out)
+    assert any("trainer.sequence_parallel_size = 2" in sentence for sentence in divided.left_out)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(apart))
+    assert "not in this plan: buffer.max_lag = 1" in console.export_text()
+
+
+@pytest.mark.parametrize("damaged", ["", "{", '{"flops": 1}', "[]"])
+def test_a_damaged_measurement_of_this_machine_is_measured_again(
+    damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = cpu.Measured(1e12, 1e10, 5)
+    monkeypatch.setattr(cpu, "plan_folder", lambda: tmp_path)
+    monkeypatch.setattr(cpu, "measure_cpu", lambda dtype, num_threads: measured)
+    cpu.this_cpu(torch.float32, 1)
+    [kept] = tmp_path.iterdir()
+    kept.write_text(damaged)
+    device, process_bytes = cpu.this_cpu(torch.float32, 1)
+    assert (device.flops, process_bytes) == (1e12, 5)
+    assert json.loads(kept.read_text())["process_bytes"] == 5
 
 
 def test_a_plan_is_one_json_document_that_adds_up() -> None:
