@@ -25,7 +25,7 @@ from redline.lab.material.networks import Network, make_network
 from redline.lab.material.train_batches import random_batch
 from redline.lab.measure.machine import MemoryMeter
 from redline.lab.measure.phases import Memory, memory_by_kind
-from redline.lab.peers.training_sides import RedlineTraining, TrainingSide, TransformersTraining
+from redline.lab.peers.training_sides import RedlineTraining, TrainingSide, TransformersTraining, trained_size_of
 from redline.launch.process import prepare_process
 from redline.models.files.hf import AnyDecoder
 from redline.models.layer_code import Checkpointing, layer_code
@@ -43,9 +43,12 @@ class Found:
     memory: Mapping[str, int] | None
     """Bytes at the peak of a step, by kind; None where memory ran out."""
     planned: Mapping[str, int] | None = None
-    """What the trainer's memory plan expects, by the same kinds; None for others than our trainer."""
+    """What the trainer's memory plan expects, by the same kinds; None for others than our trainer, and on a CPU, where it has
+    none."""
     bytes_per_token: int = 0
     """Bytes of the inputs of all layers, in the compute dtype."""
+    trained_bytes: int | None = None
+    """Bytes of the weights that have a gradient; None where all have."""
 
     @property
     def peak_bytes(self) -> int | None:
@@ -87,8 +90,10 @@ def train(settings: MemorySettings, side_name: str, sequences: int) -> Found:
         network = make_network(settings.model, device, getattr(torch, settings.dtype), settings.seed)
         shape = network.decoder.spec
         bytes_per_token = (shape.num_layers + 1) * shape.hidden_size * network.decoder.output_weight.element_size()
-        planned = _planned(network.decoder, settings, sequences) if side_name == "redline" else None
         side = _side(side_name, network, settings, sequences)
+        is_planned = side_name == "redline" and device.type == "cuda"
+        planned = _planned(network.decoder, settings, sequences) if is_planned else None
+        trained = trained_size_of(network.decoder) if side_name == "redline" else None
         del network  # transformers has a copy
         lengths = np.full(sequences, settings.tokens, dtype=np.int64)
         batch = random_batch(lengths, prompt_tokens=1, group_size=1, vocab_size=shape.vocab_size, key=(settings.seed,))
@@ -101,10 +106,11 @@ def train(settings: MemorySettings, side_name: str, sequences: int) -> Found:
             raise
         return Found(None)
     in_one_piece = all(step.micro_batches == 1 for step in steps)  # a trainer may cut a micro-batch that does not fit
-    return Found(memory.as_json() if in_one_piece else None, planned, bytes_per_token)
+    return Found(memory.as_json() if in_one_piece else None, planned, bytes_per_token, trained)
 
 
 def _planned(decoder: AnyDecoder, settings: MemorySettings, sequences: int) -> dict[str, int]:
+    """Of the network as it is trained: with its adapter, where it has one."""
     config, dtype = settings.trainer, getattr(torch, settings.dtype)
     held = parameter_bytes(
         decoder,

@@ -60,7 +60,10 @@ class Outcome:
 
 def perf(device: str, folder: Path, reason: str | None, console: Console) -> Outcome:
     """Measure and check against the baseline; progress goes to `console`. With a reason, what is found becomes the baseline."""
-    where = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise CompareError("--device cuda: there is no NVIDIA device here", "leave it out, or --device cpu")
+    where = torch.device(device if device != "auto" else "cuda" if has_cuda else "cpu")
     path = folder / f"{device_class(device_name(where))}.json"
     baseline = Baseline.read(path)
     torch.set_num_threads(1)

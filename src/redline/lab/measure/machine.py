@@ -71,10 +71,11 @@ def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> flo
 
 def _stream_seconds(length: int, device: torch.device) -> tuple[float, float]:
     """Seconds to copy that many bytes, and to read them. On a CPU a copy also reads what it overwrites; that is not counted."""
-    source = torch.ones(length // 4, device=device)
+    half = -(-length // 8)
+    source = torch.ones(2 * half, device=device)
     target = torch.empty_like(source)
     copy_s = best_seconds(lambda: target.copy_(source), device)
-    return copy_s, best_seconds(lambda: torch.dot(*source.chunk(2)), device)
+    return copy_s, best_seconds(lambda: torch.dot(source[:half], source[half:]), device)
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:

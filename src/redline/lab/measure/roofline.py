@@ -143,12 +143,15 @@ def kv_bound(cost: NetworkCost, load: Load) -> Bound:
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def training_bound(cost: NetworkCost, load: TrainLoad, machine: Machine) -> Bound:
-    """Seconds of one step."""
-    flops = training_flops(cost, load)
+def training_bound(cost: NetworkCost, load: TrainLoad, machine: Machine, epochs: int = 1) -> Bound:
+    """Seconds of one step that goes over its batch so many times."""
+    flops = epochs * training_flops(cost, load)
+    frozen = "" if not cost.frozen_body_params else f" - 2 · {cost.frozen_body_params:,} frozen parameters · {load.tokens:,}"
+    frozen += "" if not cost.frozen_head_params else f" - 2 · {cost.frozen_head_params:,} frozen · {load.trained_tokens:,}"
     why = (
-        f"operations / peak: {flops / 1e12:,.3g} TFLOP = 6 · {cost.body_params:,} parameters · {load.tokens:,} tokens"
-        f" + 6 · {cost.head_params:,} parameters of the head · {load.trained_tokens:,} trained tokens"
+        f"operations / peak: {flops / 1e12:,.3g} TFLOP = {'' if epochs == 1 else f'{epochs} epochs of '}"
+        f"6 · {cost.body_params:,} parameters · {load.tokens:,} tokens"
+        f" + 6 · {cost.head_params:,} parameters of the head · {load.trained_tokens:,} trained tokens{frozen}"
         f" + {3 * cost.attention_flops:,} · {load.pairs:,} pairs of query and key;"
         f" no padding, a group's prompt once, nothing computed twice; {machine.how}"
     )
@@ -160,17 +163,18 @@ def mean_load(loads: Sequence[TrainLoad]) -> TrainLoad:
     return TrainLoad(*(round(sum(getattr(load, field.name) for load in loads) / len(loads)) for field in fields(TrainLoad)))
 
 
-def training_memory_bound(all_weights: int) -> Bound:
+def training_memory_bound(all_weights: int, trained: int) -> Bound:
     """Bytes that must be held at once: the gradient's norm is known only when all of it is there. Everything else can be
     computed again, or held by the host."""
-    return Bound(2 * all_weights, f"weights {all_weights:,} bytes, and their gradient in the same dtype")
+    why = f"weights {all_weights:,} bytes, and the gradient of {trained:,} bytes of them in the same dtype"
+    return Bound(all_weights + trained, why)
 
 
-def micro_batch_bound(limit_bytes: int, all_weights: int, bytes_per_token: int) -> Bound:
+def micro_batch_bound(limit_bytes: int, all_weights: int, trained: int, bytes_per_token: int) -> Bound:
     """Tokens that fit if of each token nothing is kept but the input of every layer."""
-    room = max(0, limit_bytes - int(training_memory_bound(all_weights).value))
+    room = max(0, limit_bytes - int(training_memory_bound(all_weights, trained).value))
     return Bound(
         room // bytes_per_token,
-        f"({limit_bytes:,} bytes - weights and their gradient, {all_weights:,} bytes each) / {bytes_per_token:,} bytes per"
+        f"({limit_bytes:,} bytes - weights, {all_weights:,} - their gradient, {trained:,}) / {bytes_per_token:,} bytes per"
         " token: the input of every layer; the rest is computed again",
     )

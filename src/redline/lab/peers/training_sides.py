@@ -206,3 +206,8 @@ def _next(values_BN: np.ndarray, last: float) -> np.ndarray:
 def size_of(network: nn.Module) -> int:
     """Bytes of its parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
+
+
+def trained_size_of(network: nn.Module) -> int:
+    """Bytes of those parameters that have a gradient."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in network.parameters() if parameter.requires_grad)

@@ -50,6 +50,15 @@ def test_host_memory_is_copied_to_host_memory_and_called_that() -> None:
     assert all(json.dumps(result.as_json(), allow_nan=False) for result in results)
 
 
+@pytest.mark.parametrize("size", [1, 4, 12, 100])
+def test_any_number_of_bytes_can_be_copied_and_few_of_them_take_no_longer(size: int) -> None:
+    settings = make_settings("transfer", [*COMMON, f"sizes={size}", "overlap_bytes=1000"])
+    began = time.monotonic()
+    first, _ = transfer.measure(settings, Console(quiet=True)).results  # type: ignore[arg-type]
+    assert time.monotonic() - began < 30
+    assert first.value > 0 < first.bound.value
+
+
 def test_every_way_copies_every_byte() -> None:
     for way in transfer.ways(1000, torch.device("cpu")):
         copied = way.copy()

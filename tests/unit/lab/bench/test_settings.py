@@ -103,6 +103,18 @@ def test_what_the_user_says_of_the_engine_stands() -> None:
     assert (fitted.max_num_seqs, fitted.max_model_len) == (8, 300)
 
 
+@pytest.mark.parametrize("key", ["epochs=2", "mini_batches=2", "lora.rank=4", "kl_coef=0.1", "loss=gspo"])
+def test_no_peer_takes_a_plain_update_beside_other_work(key: str) -> None:
+    """All weights once, beside an adapter or two epochs: no ratio would compare them."""
+    asked = [TINY, "device=cpu", f"trainer.{key}"]
+    assert make_settings("trainer", asked).peers == ()
+    assert make_settings("memory", [*asked, "limit_bytes=1000000000"]).peers == ()
+    assert make_settings("trainer", [*asked, "peers=redline"]).peers == ("redline",)
+    with pytest.raises(ConfigError, match="transformers would train otherwise"):
+        make_settings("trainer", [*asked, "peers=transformers"])
+    assert make_settings("trainer", [TINY, "device=cpu", "trainer.gradient_checkpointing=full"]).peers == ("transformers",)
+
+
 # ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -117,6 +129,7 @@ def test_what_the_user_says_of_the_engine_stands() -> None:
         ("generate", "prompts=0", "prompts = 0: input should be greater than 0", "submitted at once"),
         ("generate", "peers=trl", "peers = 'trl'", "A/A run"),
         ("generate", "longest=4096", "longest has no effect on lengths=equal", "change one of them"),
+        ("trainer", "longest=4096", "longest has no effect on lengths=equal", "change one of them"),
         ("generate", "prompts=[", "not valid YAML", "quote"),
         ("generate", "prompts=2024-13-01", "not valid YAML", "quotes"),
         ("generate", "workload=W9", "workload = 'W9'", "W1"),

@@ -68,6 +68,7 @@ def test_T1_on_an_h200_is_bounded_by_what_was_computed_by_hand() -> None:
     flops = 6 * 357_898_112 * 16_384 + 6 * 136_134_656 * 16_352 + 12 * 24 * 14 * 64 * 32 * 512 * 513 // 2
     assert training_flops(NetworkCost.of(decoder), load) == flops
     bound = training_bound(NetworkCost.of(decoder), load, H200)
+    assert training_bound(NetworkCost.of(decoder), load, H200, epochs=3).value == pytest.approx(3 * bound.value)
     assert 16_384 / bound.value == pytest.approx(258_500, rel=1e-3)
     for part in ("49.6 TFLOP", "16,384 tokens", "16,352 trained tokens", "4,202,496 pairs", "an H200"):
         assert part in bound.why
@@ -84,7 +85,8 @@ def test_the_formula_counts_what_torch_counts() -> None:
 
 
 def test_no_trainer_holds_less_than_the_weights_and_their_gradient() -> None:
-    assert training_memory_bound(1000).value == 2000
+    assert training_memory_bound(1000, 1000).value == 2000
+    assert training_memory_bound(1000, 10).value == 1010
 
 
 # ── batches ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from redline.lab.material.networks import make_network
 from redline.lab.measure.machine import MemoryMeter
 from redline.lab.measure.phases import memory_by_kind
 from redline.lab.measure.roofline import micro_batch_bound
+from redline.lab.peers.training_sides import RedlineTraining
 from redline.models.sizes.memory import token_bytes
 from redline.telemetry import span
 
@@ -83,9 +85,9 @@ def test_a_step_is_divided_into_what_stays_what_the_optimizer_finds_and_the_rest
 
 
 def test_a_micro_batch_has_room_for_the_inputs_of_its_layers() -> None:
-    bound = micro_batch_bound(limit_bytes=10_000, all_weights=1_000, bytes_per_token=100)
+    bound = micro_batch_bound(limit_bytes=10_000, all_weights=1_000, trained=1_000, bytes_per_token=100)
     assert bound.value == 80
-    assert micro_batch_bound(limit_bytes=1_000, all_weights=1_000, bytes_per_token=100).value == 0
+    assert micro_batch_bound(limit_bytes=1_000, all_weights=1_000, trained=1_000, bytes_per_token=100).value == 0
 
 
 # ── a try ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,10 +104,19 @@ def test_a_try_says_what_filled_the_memory(side: str) -> None:
     found = memory_probe.train(settings(), side, sequences=3)
     assert found.memory.keys() == {"weights", "optimizer states", "gradients", "activations"}
     assert found.bytes_per_token == 3 * 64 * 4  # two layers' inputs and the last one's output, 64 float32 each
-    if side == "transformers":
-        assert found.planned is None
-    else:
-        assert found.planned["optimizer states"] == 2 * found.planned["weights"] == 2 * found.planned["gradients"]
+    assert found.planned is None  # a trainer on a CPU plans no memory
+
+
+def test_of_an_adapter_only_its_own_weights_have_a_gradient() -> None:
+    network = make_network("builtin:tiny", torch.device("cpu"), torch.float32, seed=0)
+    whole = memory_probe._planned(network.decoder, settings(), sequences=1)
+    assert whole["optimizer states"] == 2 * whole["weights"] == 2 * whole["gradients"]
+    RedlineTraining(network.decoder, torch.float32, settings("trainer.lora.rank=4").trainer)
+    adapted = memory_probe._planned(network.decoder, settings("trainer.lora.rank=4"), sequences=1)
+    adapter = adapted["weights"] - whole["weights"]
+    assert adapted["optimizer states"] == 2 * adapted["gradients"] == 2 * adapter
+    assert memory_probe.train(settings("trainer.lora.rank=4"), "redline", sequences=1).trained_bytes == adapter
+    assert memory_probe.train(settings(), "redline", sequences=1).trained_bytes == whole["weights"]
 
 
 def test_the_plan_counts_the_layers_that_run_on_the_device() -> None:
@@ -158,6 +169,13 @@ def test_the_largest_micro_batch_of_each_side_is_found_and_explained(monkeypatch
     first = tokens.samples[0]
     assert (first["side"], first["tokens"], first["fits"]) == ("redline", 4096, False)
     assert first["memory"] is None
+
+
+def test_the_bound_of_an_adapter_has_no_gradient_of_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "probe", lambda *asked: replace(known_machine(*asked), trained_bytes=20, planned=None))
+    tokens, _ = memory.measure(settings("tolerance=0", "trainer.lora.rank=4"), Console(quiet=True)).results
+    assert tokens.bound.value == (100_000_000 - 520) // 768
+    assert tokens.peer is None  # transformers would train all weights
 
 
 def test_a_limit_below_one_sequence_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

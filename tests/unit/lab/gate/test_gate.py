@@ -174,3 +174,9 @@ def test_perf_without_a_baseline_sets_one_with_a_reason_and_then_finds_what_got_
     outcome = gate.perf("cpu", tmp_path, None, quiet)
     assert outcome.exit_code == 1
     assert [check.figure.kind for check in outcome.checks if check.state == "worse"] == ["operators"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompareError, match="no NVIDIA device"):
+        gate.perf("cuda", tmp_path, None, Console(quiet=True))

@@ -86,23 +86,26 @@ def measure(settings: MemorySettings, console: Console) -> Measured:
 
         versions["transformers"] = __version__
     samples = [{"side": name, **t.as_json()} for name, search in searches.items() for t in search.tries]
-    results = [_tokens(best, limit, samples), _memory(best, limit), _plan(best[OURS])]
+    results = [_tokens(best, limit, samples), _memory(best, limit), *_plan(best[OURS])]
     return Measured(settings, results, versions)
 
 
 def _tokens(best: dict[str, Try], limit: int, samples: Sequence[Any]) -> Result:
     ours, theirs = best[OURS], best.get("transformers")
     assert ours.found.memory is not None
-    bound = roofline.micro_batch_bound(limit, ours.found.memory["weights"], ours.found.bytes_per_token)
+    weights, trained = ours.found.memory["weights"], ours.found.trained_bytes
+    bound = roofline.micro_batch_bound(limit, weights, weights if trained is None else trained, ours.found.bytes_per_token)
     figure = PeerFigure("transformers", theirs.tokens, ours.tokens / theirs.tokens) if theirs else None
     return Result("largest micro-batch", ours.tokens, "tokens", samples, bound, figure)
 
 
-def _plan(ours: Try) -> Result:
-    """What the trainer expected at that size, held against what was measured."""
-    planned, measured = dict(ours.found.planned or {}), ours.found.peak_bytes or 0
+def _plan(ours: Try) -> list[Result]:
+    """What the trainer expected at that size, held against what was measured; nothing where it plans nothing."""
+    if ours.found.planned is None:
+        return []
+    planned, measured = dict(ours.found.planned), ours.found.peak_bytes or 0
     bound = Bound(measured, "what was measured: the plan sizes micro-batches by itself if it is right")
-    return Result("memory plan", sum(planned.values()), "bytes", [planned], bound, details={"parts": planned})
+    return [Result("memory plan", sum(planned.values()), "bytes", [planned], bound, details={"parts": planned})]
 
 
 def _memory(best: dict[str, Try], limit: int) -> Result:

@@ -26,7 +26,14 @@ from redline.lab.measure.pairs import interleave
 from redline.lab.measure.phases import Memory, memory_by_kind
 from redline.lab.measure.warmup import WarmUp, warm_up
 from redline.lab.peers.contest import AGAIN, OURS
-from redline.lab.peers.training_sides import RedlineTraining, TrainingSide, TrainRun, TransformersTraining, run_steps
+from redline.lab.peers.training_sides import (
+    RedlineTraining,
+    TrainingSide,
+    TrainRun,
+    TransformersTraining,
+    run_steps,
+    trained_size_of,
+)
 from redline.types import TrainBatch
 
 Rounds = Sequence[Mapping[str, TrainRun]]
@@ -144,8 +151,9 @@ def measure(settings: TrainerSettings, console: Console) -> Measured:
         return lambda number: contest.run(name, number + 1)
 
     rounds = interleave({name: rounds_of(name) for name in contest.sides}, settings.pairs, settings.seed, tell)
-    cost, load = roofline.NetworkCost.of(contest.network.decoder), contest.workload.load
-    least = roofline.training_bound(cost, load, machine)
+    decoder = contest.network.decoder
+    cost, load = roofline.NetworkCost.of(decoder), contest.workload.load
+    least = roofline.training_bound(cost, load, machine, settings.trainer.epochs)
     opponents: list[str | None] = [*contest.peers] or [None]
     beside = "transformers" if "transformers" in contest.peers else opponents[0]
     fastest = Bound(load.sampled_tokens / least.value, f"{load.sampled_tokens:,} tokens of a step / seconds, {least.why}")
@@ -153,7 +161,7 @@ def measure(settings: TrainerSettings, console: Console) -> Measured:
         *(_throughput(rounds, opponent, fastest) for opponent in opponents),
         _mfu(rounds, beside, fastest),
         _phases(rounds, beside, least),
-        _memory(contest, roofline.training_memory_bound(contest.sides[OURS].weight_bytes)),
+        _memory(contest, roofline.training_memory_bound(contest.sides[OURS].weight_bytes, trained_size_of(decoder))),
     ]
     return Measured(settings, results, contest.versions, contest.warm_ups)
 

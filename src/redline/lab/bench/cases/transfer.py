@@ -34,6 +34,8 @@ from redline.lab.plan.devices import find_device
 
 LEAST_BYTES = 2**24
 """The least bytes of one sample: smaller copies are repeated, since a clock cannot time one."""
+MOST_COPIES = 4096
+"""Copies of one sample: of few bytes each takes as long as the call."""
 PCIE_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Generation → bytes per second of a lane, each way, after encoding."""
 TOGETHER, IN_TURN = "together", "one after the other"
@@ -101,7 +103,7 @@ def _copies(
     console: Console,
 ) -> list[Result]:
     bound = _link(device, size)
-    every, repeats = ways(size, device), max(1, LEAST_BYTES // size)
+    every, repeats = ways(size, device), max(1, min(MOST_COPIES, LEAST_BYTES // size))
 
     def run(way: Way, number: int) -> Copied:
         synchronize(device)

@@ -9,6 +9,7 @@ from typing import Any
 
 from redline.config import EngineRecipe, resolve_engine, validate_engine
 from redline.config.installation import how_to_install
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
 from redline.lab.bench.overrides import read_overrides
 from redline.lab.bench.settings.moving import (
@@ -29,6 +30,8 @@ from redline.lab.bench.settings.training import (
 from redline.lab.material.workloads import QUICK, RANDOM, SHAPES
 from redline.telemetry import RunFolder
 
+OTHER_WORK = ("loss", "aggregation", "mini_batches", "epochs", "dual_clip", "kl_coef", "entropy_coef", "mismatch", "lora")
+"""Keys of the trainer that change what a step computes."""
 SETTINGS: Mapping[str, type[BenchSettings]] = {
     "generate": GenerateSettings,
     "n-sampling": NSamplingSettings,
@@ -60,7 +63,7 @@ def make_settings(case: str, overrides: Sequence[str] = ()) -> BenchSettings:
     if isinstance(settings, GenerateSettings):
         chosen |= _choose_prompts_and_peers(settings)
     if isinstance(settings, TrainerSettings):
-        chosen |= {"peers": _training_peers(settings.peers), "trainer": fit_trainer(settings.trainer)}
+        chosen |= {"peers": _training_peers(settings.peers, settings.trainer), "trainer": fit_trainer(settings.trainer)}
     if isinstance(settings, SerializeSettings):
         chosen |= {"peers": _storage_peers(settings.peers)}
     if isinstance(settings, TrainerSettings | RolloutSettings) and settings.replay is not None:
@@ -70,7 +73,7 @@ def make_settings(case: str, overrides: Sequence[str] = ()) -> BenchSettings:
     if isinstance(settings, WeightSyncSettings):
         chosen |= {"pairs": settings.iterations or settings.pairs}
     if isinstance(settings, MemorySettings):
-        chosen |= {"peers": _training_peers(settings.peers)}
+        chosen |= {"peers": _training_peers(settings.peers, settings.trainer)}
         _refuse_all_of_the_host(settings, config.run.device)
     return settings.model_copy(update=chosen)
 
@@ -112,8 +115,16 @@ def _choose_prompts_and_peers(settings: GenerateSettings) -> dict[str, Any]:
     return {"prompt_tokens": tokens, "peers": tuple(installed) if settings.peers is None else settings.peers}
 
 
-def _training_peers(peers: tuple[str, ...] | None) -> tuple[str, ...]:
-    return ("transformers",) if peers is None else peers
+def _training_peers(peers: tuple[str, ...] | None, trainer: TrainerConfig) -> tuple[str, ...]:
+    """transformers takes one plain update of all weights: where the trainer is to do other work, no ratio compares them."""
+    plain = TrainerConfig()
+    other = [key for key in OTHER_WORK if getattr(trainer, key) != getattr(plain, key)]
+    if peers is not None and "transformers" in peers and other:
+        raise ConfigError(
+            f"trainer.{other[0]}: transformers would train otherwise beside us, in one plain update of all weights",
+            "leave it out, or measure ours alone: peers=none",
+        )
+    return (() if other else ("transformers",)) if peers is None else peers
 
 
 def _storage_peers(peers: tuple[StoragePeer, ...] | None) -> tuple[StoragePeer, ...]:
