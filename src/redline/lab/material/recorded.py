@@ -39,6 +39,12 @@ class RecordedStep:
         own = self.new_tokens
         return TrainLoad.of_families(own, self.prompt_lengths, self.prompt_lengths[self.group_offsets[:-1]], int(own.sum()))
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the attempts of each group have prompts of one length: those of several turns, or roles, do not."""
+        firsts = np.repeat(self.prompt_lengths[self.group_offsets[:-1]], np.diff(self.group_offsets))
+        return bool((self.prompt_lengths == firsts).all())
+
     def of_group(self, index: int) -> np.ndarray:
         """Tokens that the policy chose in each attempt of that group."""
         place = self.indices.index(index)

@@ -66,13 +66,13 @@ class Load:
     @property
     def rows(self) -> float:
         """Sequences of a step, on average."""
-        return (self.tokens - self.sequences) / self.steps
+        return (self.tokens - self.sequences) / self.steps if self.steps else 0.0
 
     @property
     def new_tokens_so_far(self) -> float:
         """New tokens in the cache of a sequence when it takes a step, on average: over (L - 1) steps they are 1 … L - 1."""
         lengths = self.lengths.astype(np.float64)
-        return float((lengths * (lengths - 1)).sum() / 2 / (lengths - 1).sum())
+        return float((lengths * (lengths - 1)).sum() / 2 / max(1.0, (lengths - 1).sum()))
 
     @property
     def context(self) -> float:

@@ -147,7 +147,7 @@ def read_observations(device: Device, folder: Path) -> list[Observation]:
 
 def _read_generate(document: Mapping[str, Any], device: Device, source: str) -> list[Observation]:
     config = document["identity"]["config"]
-    if config.get("lengths", "equal") != "equal":
+    if config.get("lengths", "equal") != "equal" or config.get("replay"):
         return []  # most of its steps have fewer rows than the load that is costed here
     if config["prompts"] * config["n"] <= FEW_ROWS:
         return []
@@ -190,6 +190,8 @@ def _generation(
 
 def _read_trainer(document: Mapping[str, Any], device: Device, source: str) -> list[Observation]:
     config = document["identity"]["config"]
+    if config.get("replay"):
+        return []  # its sizes are those of a run, which is not here
     step = next(result for result in document["results"] if result["name"] == "step")
     setup = training_setup(config, device)
     parts, rates = step["parts"], _rates_then(device, step, config["dtype"])

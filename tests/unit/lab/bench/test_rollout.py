@@ -36,6 +36,47 @@ def test_attempts_tokens_and_latency_are_reported_and_the_parts_are_all_of_the_t
     assert all(json.dumps(result.as_json(), allow_nan=False) for result in results.values())
 
 
+@pytest.mark.parametrize("sizes", [["group_size=1", "max_new_tokens=1"], ["group_size=1", "max_new_tokens=3"]])
+def test_one_attempt_a_task_and_one_token_an_attempt_are_measured(sizes: list[str]) -> None:
+    settings = make_settings("rollout", ["model=builtin:tiny", *COMMON, "groups_per_step=3", *sizes])
+    results = rollout.measure(settings, Console(quiet=True)).results  # type: ignore[arg-type]
+    assert all(result.bound.value > 0 for result in results)
+    if sizes[1] == "max_new_tokens=1":
+        tokens, attempts = results[:2]
+        assert tokens.bound.value == pytest.approx(attempts.bound.value)
+        assert "3 tokens, prefill" in tokens.bound.why
+
+
+def test_several_replies_of_an_attempt_have_the_bound_of_one_reply(tmp_path: Path) -> None:
+    recipe = tmp_path / "guess.yaml"
+    recipe.write_text(
+        "model: {path: 'builtin:tiny'}\n"
+        "rollouts:\n"
+        "  environment: {name: guess_number}\n"
+        "  groups_per_step: 2\n"
+        "  group_size: 2\n"
+        "  max_new_tokens: 4\n"
+    )
+    settings = make_settings("rollout", [*COMMON, f"recipe={recipe}"])
+    results = {each.name: each for each in rollout.measure(settings, Console(quiet=True)).results}  # type: ignore[arg-type]
+    latency = results["latency of a reply"]
+    assert sum(map(len, latency.samples)) > 8
+    assert "3 more steps" in latency.bound.why
+
+
+def test_a_document_has_the_dtype_and_the_seed_of_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "letters.yaml"
+    recipe.write_text(
+        "run: {seed: 7}\nmodel: {path: 'builtin:tiny', dtype: bfloat16}\n"
+        "rollouts: {task: {kind: import, path: 'redline.lab.material.tasks:Letters'}, groups_per_step: 2, group_size: 2,"
+        " max_new_tokens: 4}\n"
+    )
+    used = rollout.measure(make_settings("rollout", [*COMMON, f"recipe={recipe}"]), Console(quiet=True)).settings  # type: ignore[arg-type]
+    assert (used.dtype, used.seed) == ("bfloat16", 7)
+    with pytest.raises(ConfigError, match="dtype is that of the recipe"):
+        make_settings("rollout", [*COMMON, f"recipe={recipe}", "dtype=float32"])
+
+
 def test_a_recipe_says_what_is_attempted_and_the_command_line_changes_its_sizes(tmp_path: Path) -> None:
     recipe = tmp_path / "letters.yaml"
     recipe.write_text(

@@ -26,8 +26,9 @@ from redline.types import TrajectoryGroup
 PROMPT = [5, 6, 7]
 
 
-def write_recorded(path: Path, steps: Sequence[Sequence[Sequence[int]]]) -> Path:
-    """A run over letters; step → group → tokens that each attempt sampled."""
+def write_recorded(path: Path, steps: Sequence[Sequence[Sequence[int]]], *, longer: int = 0) -> Path:
+    """A run over letters; step → group → tokens that each attempt sampled. Each prompt of a group is `longer` than the one
+    before."""
     path.mkdir()
     folder = RunFolder(path)
     recipe = {
@@ -48,7 +49,10 @@ def write_recorded(path: Path, steps: Sequence[Sequence[Sequence[int]]]) -> Path
         numbers = range(number, number + len(groups))
         store.begin(numbers, version)
         for own, lengths in zip(numbers, groups, strict=True):
-            attempts = [trajectory(PROMPT, [9] * length, version=version) for length in lengths]
+            prompts = [PROMPT + [8] * longer * place for place in range(len(lengths))]
+            attempts = [
+                trajectory(*tokens, version=version) for tokens in zip(prompts, ([9] * n for n in lengths), strict=True)
+            ]
             advantages = np.linspace(-1, 1, len(lengths), dtype=np.float32)
             store.add(TrajectoryGroup(f"letters/{own}", attempts, advantages, own))
         store.lease(numbers, version)
@@ -59,7 +63,25 @@ def write_recorded(path: Path, steps: Sequence[Sequence[Sequence[int]]]) -> Path
 
 
 STEPS = [[[4, 9], [2, 2]], [[7, 1], [5, 30]]]
-COMMON = ["device=cpu", "dtype=float32", "num_threads=1"]
+ON_CPU = ["device=cpu", "num_threads=1"]
+COMMON = [*ON_CPU, "dtype=float32"]
+
+
+def test_attempts_of_several_turns_are_not_trained_on_as_one_prompt_and_one_reply(tmp_path: Path) -> None:
+    run = write_recorded(tmp_path / "run", STEPS, longer=2)
+    settings = make_settings("trainer", ["model=builtin:tiny", *COMMON, f"replay={run}", "peers=none"])
+    assert isinstance(settings, TrainerSettings)
+    with pytest.raises(RunFolderError, match="several turns"):
+        trainer.Workload(settings, vocab_size=100)
+
+
+def test_the_mean_prompt_of_a_round_is_that_of_the_groups_it_has(tmp_path: Path) -> None:
+    """Also where a step was trained on fewer groups than the recipe says."""
+    run = write_recorded(tmp_path / "run", [[[4, 9], [2, 2]], [[7, 1]]])
+    settings = make_settings("rollout", [*ON_CPU, f"replay={run}", "pairs=2", "warmup_s=0"])
+    assert isinstance(settings, RolloutSettings)
+    stage = rollout.RolloutStage(rollout.recipe_of(settings), recorded_steps(run))
+    assert [stage.run(number).groups for number in (0, 1)] == [2, 1]
 
 
 @pytest.fixture
@@ -112,7 +134,7 @@ def test_the_trainer_trains_on_them(run: Path) -> None:
 
 @pytest.mark.slow
 def test_rollouts_are_as_long_as_they_were_and_the_same_for_a_seed(run: Path) -> None:
-    settings = make_settings("rollout", [*COMMON, f"replay={run}", "pairs=2", "warmup_s=0"])
+    settings = make_settings("rollout", [*ON_CPU, f"replay={run}", "pairs=2", "warmup_s=0"])
     assert isinstance(settings, RolloutSettings)
     results = [rollout.measure(settings, Console(file=io.StringIO())).results for _ in range(2)]
     lengths = [sum(n for group in STEPS[step] for n in group) for step in (1, 0)]
@@ -123,7 +145,7 @@ def test_rollouts_are_as_long_as_they_were_and_the_same_for_a_seed(run: Path) ->
 
 
 def test_each_attempt_has_its_own_length_and_its_own_randomness(run: Path) -> None:
-    config = rollout.recipe_of(make_settings("rollout", [*COMMON, f"replay={run}"]))  # type: ignore[arg-type]
+    config = rollout.recipe_of(make_settings("rollout", [*ON_CPU, f"replay={run}"]))  # type: ignore[arg-type]
     stage = rollout.RolloutStage(config, recorded_steps(run))
     stage._rollouts.begin(stage._indices(1), 0)
     groups = stage._rollouts.finished()

@@ -125,6 +125,9 @@ def test_a_saved_training_bench_gives_the_training_efficiency(tmp_path: Path) ->
     assert (passes.seconds, optimizer.seconds) == (pytest.approx(0.121), 0.006)
     assert passes.cost.seconds(rates.training) == pytest.approx(0.121, rel=0.05)
     assert optimizer.cost.seconds(rates.optimizer) == pytest.approx(0.006, rel=0.05)
+    settings["replay"] = "run-001"  # whose sizes the document does not have
+    (tmp_path / "h200" / "trainer-t1.json").write_text(json.dumps(saved))
+    assert read_observations(H200, tmp_path) == []
 
 
 def test_other_documents_are_left_alone(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class RolloutRun:
     """The groups of one step."""
 
     seconds: float
+    groups: int
     attempts: int
     prompt_tokens: int
     """Tokens of all prompts, each once."""
@@ -60,7 +61,7 @@ class RolloutRun:
     part_s: Mapping[str, float]
     """By span; what no span owns included."""
     latency_s: Sequence[float]
-    """From submission to the last token, of each attempt."""
+    """From submission to the last token, of each reply: one for an attempt, or several in an environment."""
     first_token_s: Sequence[float]
     reward: float
     failures: int
@@ -73,6 +74,7 @@ class RolloutRun:
         part_s = {name: ns / 1e9 for name, ns in part_ns.items()}
         return cls(
             seconds=seconds,
+            groups=len(groups),
             attempts=len(attempts),
             prompt_tokens=sum(int(np.count_nonzero(~group.trajectories[0].loss_mask)) for group in groups),
             new_tokens=sum(t.num_completion_tokens for t in sequences),
@@ -163,6 +165,8 @@ def measure(settings: RolloutSettings, console: Console) -> Measured:
     used = settings.model_copy(
         update={
             "model": config.model.path,
+            "dtype": config.model.dtype,
+            "seed": config.run.seed,
             "engine": config.engine,
             "groups_per_step": config.rollouts.groups_per_step,
             "group_size": config.rollouts.group_size,
@@ -194,7 +198,7 @@ def recipe_of(settings: RolloutSettings) -> Config:
     recipe = {
         "run": {**run, "seed": settings.seed},
         "model": {"path": settings.model, "dtype": settings.dtype},
-        "rollouts": {"task": LETTERS, **sizes, "advantages": "group_centred"},
+        "rollouts": {"task": LETTERS, **sizes, "advantages": "group_centred" if settings.group_size > 1 else "batch"},
         "engine": {"max_num_seqs": settings.groups_per_step * settings.group_size, **engine},
     }
     return resolve(validate(recipe, "redline bench rollout")).config
@@ -214,13 +218,14 @@ def _refuse_conversations(run: Path, recipe: Mapping[str, Any]) -> None:
 
 def _results(runs: Sequence[RolloutRun], config: Config, cost: NetworkCost, machine: Machine) -> list[Result]:
     attempts = sum(run.attempts for run in runs)
-    tokens = sum(run.new_tokens for run in runs) / attempts
-    tasks = config.rollouts.groups_per_step * len(runs)
+    sampled, replies = sum(run.new_tokens for run in runs), sum(len(run.latency_s) for run in runs)
+    tokens, whole = sampled / attempts, "latency of an attempt" if replies == attempts else "latency of a reply"
+    groups = sum(run.groups for run in runs)
     load = roofline.Load(
-        prompts=max(1, round(attempts / len(runs) / config.rollouts.group_size)),
-        prompt_tokens=sum(run.prompt_tokens for run in runs) / tasks,
+        prompts=max(1, round(groups / len(runs))),
+        prompt_tokens=sum(run.prompt_tokens for run in runs) / groups,
         n=config.rollouts.group_size,
-        new_tokens=max(2, round(tokens)),
+        new_tokens=max(1, round(tokens)),
         max_num_seqs=config.engine.max_num_seqs,
     )
     fastest = roofline.throughput_bound(cost, load, machine)
@@ -236,7 +241,7 @@ def _results(runs: Sequence[RolloutRun], config: Config, cost: NetworkCost, mach
             Bound(fastest.value / tokens, f"{tokens:.1f} tokens per attempt on average; {fastest.why}"),
         ),
         _engine_share(runs),
-        _latency("latency of an attempt", [run.latency_s for run in runs], _whole_attempt(first, between, load.new_tokens)),
+        _latency(whole, [run.latency_s for run in runs], _whole_reply(first, between, max(1, round(sampled / replies)))),
         _latency("time to first token", [run.first_token_s for run in runs], first),
     ]
 
@@ -249,9 +254,9 @@ def _engine_share(runs: Sequence[RolloutRun]) -> Result:
     return Result("time in the engine", statistics.median(samples), "%", samples, Bound(100, why), details={"parts": parts})
 
 
-def _whole_attempt(first: Bound, between: Bound, tokens: int) -> Bound:
+def _whole_reply(first: Bound, between: Bound, tokens: int) -> Bound:
     value = first.value + (tokens - 1) * between.value
-    return Bound(value, f"the first token, and {tokens - 1} more steps, for an attempt of the mean length; {between.why}")
+    return Bound(value, f"the first token, and {tokens - 1} more steps, for a reply of the mean length; {between.why}")
 
 
 def _latency(name: str, seconds: Sequence[Sequence[float]], bound: Bound) -> Result:

@@ -121,7 +121,12 @@ class Stage:
         recipe = {
             "run": {"device": settings.device, "num_threads": settings.num_threads, "seed": settings.seed},
             "model": {"path": self._path, "dtype": settings.dtype},
-            "rollouts": {**rollouts, **sizes, "advantages": "group_centred", "evaluation": {"num_tasks": 0}},
+            "rollouts": {
+                **rollouts,
+                **sizes,
+                "advantages": "group_centred" if settings.group_size > 1 else "batch",
+                "evaluation": {"num_tasks": 0},
+            },
             "engine": {"max_num_seqs": min(rows, settings.max_rows), **engine},
         }
         return resolve(validate(recipe, "redline bench rollout")).config

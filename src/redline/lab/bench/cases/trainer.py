@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 
 from redline.config.sections.trainer import TrainerConfig
+from redline.errors import RunFolderError
 from redline.lab.bench.settings import MICRO_BATCH_TOKENS, TrainerSettings, fit_trainer
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
 from redline.lab.material.networks import make_network
-from redline.lab.material.recorded import recorded_steps
+from redline.lab.material.recorded import RecordedStep, recorded_steps
 from redline.lab.material.train_batches import TAIL, long_tailed_lengths, random_batch, random_groups
 from redline.lab.measure import roofline
 from redline.lab.measure.machine import MemoryMeter, measure_machine
@@ -45,7 +47,7 @@ class Workload:
     def __init__(self, settings: TrainerSettings, vocab_size: int) -> None:
         self._settings = settings
         self._vocab_size = vocab_size
-        self._recorded = recorded_steps(settings.replay) if settings.replay else []
+        self._recorded = _replayed(settings.replay) if settings.replay else []
         self.lengths = np.concatenate([step.lengths for step in self._recorded]) if self._recorded else _lengths(settings)
 
     @property
@@ -78,6 +80,17 @@ class Workload:
         """Round 0 is the warm-up."""
         steps = self._settings.steps
         return [self.batch(number * steps + step) for step in range(steps)]
+
+
+def _replayed(run: Path) -> list[RecordedStep]:
+    """Raises `RunFolderError` where attempts are more than a prompt and a reply: lengths do not say which token is whose."""
+    steps = recorded_steps(run)
+    if not all(step.shares_prompts for step in steps):
+        raise RunFolderError(
+            f"replay = {run}: its attempts have several turns, or a group's have other prompts",
+            "take a run of one prompt and one reply, or give sizes: sequences, tokens, prompt_tokens, group_size",
+        )
+    return steps
 
 
 def _lengths(settings: TrainerSettings) -> np.ndarray:

@@ -117,6 +117,8 @@ class RolloutSettings(EngineSettings):
         refuse_sizes_of_a_replay(self, ("model", "groups_per_step", "group_size", "max_new_tokens"))
         if self.recipe is not None and "model" in self.model_fields_set:
             raise ValueError("recipe and model both say what is sampled from; leave the model to the recipe")
+        if (self.recipe or self.replay) is not None and "dtype" in self.model_fields_set:
+            raise ValueError("dtype is that of the recipe, or of the run; leave it out, or change model.dtype there")
         return self
 
 
