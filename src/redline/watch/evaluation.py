@@ -13,7 +13,7 @@ from redline.config.schema import RolloutsConfig
 from redline.rollouts.rewards.accuracy import accuracy, task_scores
 from redline.telemetry import MetricsLog, span
 from redline.telemetry.console.progress import SampleAnswer
-from redline.telemetry.summary.attempts import reward_metrics
+from redline.telemetry.summary.attempts import length_metrics, reward_metrics
 from redline.telemetry.summary.failed_attempts import WORTH_SAYING, FailureTally, reaches_target
 from redline.types import Task, Trajectory, by_attempt
 from redline.watch.outputs import Outputs
@@ -49,13 +49,13 @@ class Evaluations:
             return
         started = time.perf_counter()
         with span("run.evaluate", version=version):
-            attempts = self._stages.evaluate(self._stages.held_out)
-            failed = FailureTally()
-            failed.add(own[0] for trajectories in attempts for own in by_attempt(trajectories))
+            tasks = self._stages.held_out
+            attempts = self._stages.evaluate(tasks)
+            failed = failures_of(attempts)
             if failed.all_failed and version == 0:
                 raise failed.stop("the first evaluation")
             seconds = time.perf_counter() - started
-            row = self._row(attempts, failed, seconds)
+            row = evaluation_row(tasks, attempts, seconds, self._rollouts.answer_prefix)
             self._log.rewind(version - 1)  # a resumed run may evaluate a version once more
             written = self._log.append(version, row)
             self._keep(written)
@@ -66,29 +66,6 @@ class Evaluations:
         )
         if failed.share > WORTH_SAYING:
             self._outputs.progress.note(f"held-out, step {version}: {failed.sentence()}")
-
-    def _row(self, attempts: Sequence[Sequence[Trajectory]], failed: FailureTally, seconds: float) -> dict[str, Any]:
-        """An attempt that failed has no reward, and counts in no mean of rewards; it has not given the right answer."""
-        by_role = [own for trajectories in attempts for own in by_attempt(trajectories, by_role=True)]
-        right = accuracy([own[0] for own in by_role])
-        return {
-            **reward_metrics("evaluation", by_role),
-            **({} if right is None else {"evaluation/accuracy": right}),
-            "evaluation/num_tasks": len(attempts),
-            "evaluation/num_answers": failed.num_attempts,
-            "evaluation/failures": failed.num_failed,
-            "evaluation/seconds": seconds,
-            "evaluation/task_scores": task_scores([[own[0] for own in by_attempt(ts, by_role=True)] for ts in attempts]),
-            "evaluation/samples": [asdict(self._shown(*pair)) for pair in self._first_attempts(attempts)],
-        }
-
-    def _first_attempts(self, attempts: Sequence[Sequence[Trajectory]]) -> list[tuple[Task, Trajectory]]:
-        first = [trajectories[0] for trajectories in attempts]
-        return list(zip(self._stages.held_out, first, strict=True))[:NUM_SAMPLES_SHOWN]
-
-    def _shown(self, task: Task, attempt: Trajectory) -> SampleAnswer:
-        asked = str(task.messages[-1]["content"]) if task.messages else task.id  # an environment may ask by itself
-        return SampleAnswer(asked, self._rollouts.answer_prefix + attempt.text, attempt.reward)
 
     def _keep(self, row: Mapping[str, Any]) -> None:
         """Remember what a row of `evaluations.jsonl` says, of this process or of an earlier one."""
@@ -118,3 +95,40 @@ class Evaluations:
 
     def close(self) -> None:
         self._log.close()
+
+
+def failures_of(attempts: Sequence[Sequence[Trajectory]]) -> FailureTally:
+    """Count the attempts at each task, and those that failed."""
+    failed = FailureTally()
+    failed.add(own[0] for trajectories in attempts for own in by_attempt(trajectories))
+    return failed
+
+
+def evaluation_row(
+    tasks: Sequence[Task], attempts: Sequence[Sequence[Trajectory]], seconds: float, answer_prefix: str
+) -> dict[str, Any]:
+    """What an evaluation says of the attempts at each task. One that failed has no reward, and counts in no mean of rewards; it
+    has not given the right answer."""
+    by_role = [own for trajectories in attempts for own in by_attempt(trajectories, by_role=True)]
+    right, failed = accuracy([own[0] for own in by_role]), failures_of(attempts)
+    shown = zip(tasks[:NUM_SAMPLES_SHOWN], attempts, strict=False)
+    return {
+        **reward_metrics("evaluation", by_role),
+        **({} if right is None else {"evaluation/accuracy": right}),
+        "evaluation/num_tasks": len(attempts),
+        "evaluation/num_answers": failed.num_attempts,
+        "evaluation/failures": failed.num_failed,
+        **length_metrics("evaluation", [own for trajectories in attempts for own in by_attempt(trajectories)]),
+        "evaluation/seconds": seconds,
+        "evaluation/task_scores": task_scores([[own[0] for own in by_attempt(ts, by_role=True)] for ts in attempts]),
+        "evaluation/samples": [asdict(_shown(task, first, answer_prefix)) for task, (first, *_) in shown],
+    }
+
+
+def asked_of(task: Task) -> str:
+    """What a task asks, in a line: an environment may ask by itself."""
+    return str(task.messages[-1]["content"]) if task.messages else task.id
+
+
+def _shown(task: Task, attempt: Trajectory, answer_prefix: str) -> SampleAnswer:
+    return SampleAnswer(asked_of(task), answer_prefix + attempt.text, attempt.reward)

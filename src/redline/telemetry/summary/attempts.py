@@ -32,13 +32,20 @@ def attempt_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "rollouts/cut_off": sum(group.num_cut_off for group in groups),
         **_failure_metrics([own[0] for own in attempts]),
         "rollouts/stopped_fraction": _mean([all(reason == FinishReason.STOP for reason in _endings(own)) for own in attempts]),
-        "rollouts/truncated_fraction": _mean([_is_truncated(own) for own in attempts]),
-        "rollouts/completion_tokens_mean": _mean([sum(t.num_completion_tokens for t in own) for own in attempts]),
+        **length_metrics("rollouts", attempts),
         **_expected_lengths(groups),
         "rollouts/sequences_mean": _mean([len(own) for own in attempts]),
         **_turn_metrics(attempts),
         **latency_metrics(groups),
         **phase_metrics(groups),
+    }
+
+
+def length_metrics(section: str, attempts: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """How long the attempts were, and how many of them a limit ended, from the sequences of each."""
+    return {
+        f"{section}/truncated_fraction": _mean([_is_truncated(own) for own in attempts]),
+        f"{section}/completion_tokens_mean": _mean([sum(t.num_completion_tokens for t in own) for own in attempts]),
     }
 
 

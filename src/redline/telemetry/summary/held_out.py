@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean
 from typing import Any, Literal
 
-FEWEST_TASKS = 5
-"""With fewer tasks no interval is given."""
+from redline.telemetry.summary.intervals import mean_interval
+
 Row = Mapping[str, Any]
 Word = Literal["rose", "fell", "unclear", "same", "once"]
 
@@ -104,10 +103,7 @@ class HeldOut:
         """95% interval of the change: mean ± t · s / √n of the tasks' own changes. None with too few tasks, and where all
         tasks changed alike."""
         changes = [after - before for before, after in self._pairs]
-        if len(changes) < FEWEST_TASKS or self.before.step == self.after.step:
-            return None
-        half = _t_quantile(len(changes) - 1) * stdev(changes) / math.sqrt(len(changes))
-        return (fmean(changes) - half, fmean(changes) + half) if half else None
+        return None if self.before.step == self.after.step else mean_interval(changes)
 
     @property
     def word(self) -> Word:
@@ -173,10 +169,3 @@ def shown_change(value: float, measure: str, *, unit: bool = True, signed: bool 
     if measure == "accuracy":
         return f"{100 * value:{sign}.1f}" + (" points" if unit else "")
     return f"{value:{sign}.3f}"
-
-
-def _t_quantile(freedom: int) -> float:
-    """97.5% quantile of Student's t, by the Cornish-Fisher expansion: within 0.3% from 4 degrees of freedom on."""
-    z = NormalDist().inv_cdf(0.975)
-    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
