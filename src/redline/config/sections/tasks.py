@@ -40,8 +40,9 @@ class FileTask(Section):
     extract: Literal["last_number", "text", "answer_tag", "math"] = "text"
     """What of the answer must equal the reference: all of it, the last number, what is inside the last `<answer>` tag, or by
     value what math-verify finds in it, such as `\\boxed{\\frac{1}{2}}` (extra `math`)."""
-    held_out_fraction: float = Field(0.1, gt=0, lt=1)
-    """Share of the distinct prompts kept for evaluation, chosen by a hash of the prompt."""
+    held_out_fraction: float = Field(0.1, gt=0, le=1)
+    """Share of the distinct prompts kept for evaluation, chosen by a hash of the prompt. 1 keeps all, for `redline eval`: there
+    is nothing to train on then."""
 
 
 class ImportTask(Section):

@@ -53,7 +53,7 @@ class FileTasks:
         self._held_out_rows = self._rows
         prompts = self._hash_prompts(self._rows)
         if config.held_out_split is None:
-            held_out = _first_rows(prompts, held_out_count(len(np.unique(prompts)), config.held_out_fraction))
+            held_out = _first_rows(prompts, self._held_out_count(len(np.unique(prompts))))
             kept_out = prompts[held_out]
         else:
             files = choose_split(config.path, splits, config.held_out_split, "held_out_split")
@@ -62,12 +62,22 @@ class FileTasks:
             kept_out = self._hash_prompts(self._held_out_rows)
             held_out = _first_rows(kept_out, len(kept_out))
         self._held_out, self._train = held_out, _grouped_by_prompt(prompts, kept_out)
-        if not len(self._held_out) or not len(self._train):
+        if not len(self._held_out) or (not len(self._train) and not self._holds_out_all):
             raise TaskError(
                 f"{config.path}: {len(prompts)} row(s) with the same prompt; training and evaluation need one each",
                 "add rows with other prompts",
             )
+        if self._holds_out_all and (again := len(prompts) - len(held_out)):
+            self.notes.append(f"{config.path}: {again} row(s) ask what another row asks, and are left out")
         self._epoch = lru_cache(maxsize=2)(self._shuffled_rows)
+
+    @property
+    def _holds_out_all(self) -> bool:
+        """No row is left to train on, because that is wanted."""
+        return self._config.held_out_split is None and self._config.held_out_fraction == 1
+
+    def _held_out_count(self, num_distinct: int) -> int:
+        return num_distinct if self._holds_out_all else held_out_count(num_distinct, self._config.held_out_fraction)
 
     def fingerprint(self) -> str:
         """A text that changes when the files do. Blocks while they are read, for a second at most on a local disk."""
@@ -80,13 +90,18 @@ class FileTasks:
         self._held_out = self._without(self._held_out, self._held_out_rows, CHECKED_ROWS, refusal, left_out)
         num_left = CHECKED_ROWS - len(self._held_out)
         self._train = self._without(self._train, self._rows, num_left, refusal, left_out)
-        if not len(self._train):
+        if not len(self._train) and not self._holds_out_all:
             task, failure = left_out[-1]
             raise TaskError(f"{self.path}: no row is left to train on: {task.id}: {failure.reason}", failure.hint)
         self._epoch.cache_clear()
         return left_out
 
     def train(self, index: int) -> Task:
+        if self._holds_out_all:
+            raise TaskError(
+                "rollouts.task.held_out_fraction = 1: every row is held out, and none is left to train on",
+                "set it to less than 1, such as 0.1",
+            )
         epoch, position = divmod(index, len(self._train))
         return self._task(self._rows, int(self._train[self._epoch(epoch)[position]]))
 

@@ -255,6 +255,19 @@ def test_rows_with_the_same_prompt_are_on_the_same_side(tmp_path: Path) -> None:
     assert not held_out & {question(source.train(i)) for i in range(21)}
 
 
+def test_a_file_that_is_held_out_whole_gives_each_prompt_once_and_none_to_train_on(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, [*sums(20), *sums(3)], held_out_fraction=1)
+    assert {question(task) for task in source.held_out(1000)} == {row["prompt"] for row in sums(20)}
+    assert len(source.held_out(1000)) == 20
+    assert "3 row(s) ask what another row asks" in source.notes[0]
+    with pytest.raises(TaskError, match=r"(?s)every row is held out.*set it to less than 1"):
+        source.train(0)
+    too_long = Failure("prompt", "too long")
+    assert len(source.leave_out(lambda task: too_long if question(task) == "1 + 1 =" else None)) == 1
+    assert len(source.held_out(1000)) == 19
+    assert len(jsonl(tmp_path, sums(1), held_out_fraction=1).held_out(9)) == 1
+
+
 def test_two_rows_are_enough(tmp_path: Path) -> None:
     source = jsonl(tmp_path, sums(2))
     assert question(source.held_out(9)[0]) != question(source.train(0))
