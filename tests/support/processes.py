@@ -96,7 +96,7 @@ def _environment(env: dict[str, str] | None) -> dict[str, str]:
     return os.environ | {"NO_COLOR": "1"} | (env or {})
 
 
-FORKED = ("train", "env", "serve", "doctor", "report", "show")
+FORKED = ("train", "eval", "export", "env", "serve", "doctor", "report", "show")
 """Verbs that start no process that is to be as itself."""
 
 

@@ -234,6 +234,7 @@ trainer.weight_decay
 COMMAND_LINE = """
 redline --version
 redline train RECIPE OVERRIDES --dry-run --from-scratch --json --resume
+redline eval MODEL TASKS --against --json --save
 redline show RUN --attempt --failures --group --json --ledger --limit --step
 redline report RUN --devices --json --output --price --target
 redline dash RUNS --host --port

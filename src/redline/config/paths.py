@@ -59,6 +59,12 @@ def runs_beside(path: Path) -> list[str]:
     return sorted(found.name for found in path.parent.glob("*-[0-9][0-9][0-9]*") if is_run_folder(found))
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint in the folder of its run."""
+    folder = path.absolute().parent
+    return path.absolute() in checkpoints_in(folder) and folder.name == "checkpoints" and is_run_folder(folder.parent)
+
+
 def is_adapter(path: Path) -> bool:
     """Whether a folder holds a LoRA adapter as PEFT writes it, without the model that it belongs to."""
     return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()

@@ -106,7 +106,7 @@ def _connected(
     device = "cpu" if placement.engines else config.run.device
     session = EngineSession(around_engine(engines.engine), wait_for_device=lambda: _wait_for(device))
     setup = make_rollout_setup(config, model, engines.engine, tasks)
-    held_out = _without_bad_prompts(tasks, setup, made.tell)
+    held_out = without_bad_prompts(tasks, setup, made.tell)
     has_own_weights = placement.engines or config.engine.kind in (*PACKAGED, "openai")
     probe = make_probe(model) if has_own_weights else None
     weight_sync = make_weight_sync(placement, trainer, engines.transport, session, probe)
@@ -159,7 +159,7 @@ def make_rollout_setup(config: Config, model: LoadedModel, engine: RunEngine, ta
     )
 
 
-def _without_bad_prompts(tasks: LoadedTasks, setup: RolloutSetup, tell: Tell) -> list[Task]:
+def without_bad_prompts(tasks: LoadedTasks, setup: RolloutSetup, tell: Tell) -> list[Task]:
     """Leave rows of a file whose prompts the model cannot take out of it, and return the held-out tasks that remain. Any other
     source is asked for its tasks as they come: looking at all of them beforehand would take as long as the run."""
     if not isinstance(tasks.source, FileTasks):

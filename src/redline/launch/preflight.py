@@ -82,12 +82,13 @@ def check(config: Config, run: Path | None = None) -> Checked:
     return _check_inputs(config, place(config))  # which imports torch
 
 
-def check_inputs(config: Config) -> Checked:
-    """Check a resolved recipe that leaves no run folder. Otherwise as `check`."""
-    return _check_inputs(config, place(config))
+def check_inputs(config: Config, *, trains: bool = True) -> Checked:
+    """Check a resolved recipe that leaves no run folder; where nothing `trains`, its held-out tasks alone. Otherwise as
+    `check`."""
+    return _check_inputs(config, place(config), trains=trains)
 
 
-def _check_inputs(config: Config, placement: Placement) -> Checked:
+def _check_inputs(config: Config, placement: Placement, *, trains: bool = True) -> Checked:
     from redline.launch.kinds import check_kind  # imports torch: what is wrong with the recipe and its folder is said before
 
     check_kind(config)
@@ -99,7 +100,7 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
     if config.rollouts.evaluation.num_tasks and not tasks.held_out:
         notes.append("the task source has no held-out tasks; nothing will be evaluated")
     with span("rollouts.setup"), saying_what_hangs():
-        first = _first_tasks(config, tasks.source, notes)
+        first = _first_tasks(config, tasks.source, notes) if trains else []
     _check_that_they_travel(config, tasks, [*first, *tasks.held_out[:NUM_LOOKED_AT]])
     with span("models.load"):
         check_device(config.run.device)

@@ -1,0 +1,43 @@
+"""`redline eval`: find the models and the questions, ask, and keep what was found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redline.lab.evaluate.asked import asked_of, divide
+from redline.lab.evaluate.policy import find_policy
+from redline.telemetry import write_json
+from redline.telemetry.files.durable import replace_file
+
+if TYPE_CHECKING:
+    from redline.lab.evaluate.figures import Document
+
+
+def evaluate(model: str, words: Sequence[str], against: str | None, tell: Callable[[str], None]) -> Document:
+    """Ask one model, or two, the tasks that `words` name. What is wrong with the words is said before torch is loaded, what is
+    wrong with a task before its model is."""
+    tasks, overrides = divide(words)
+    first = find_policy(model)
+    policies = [first, *([find_policy(against)] if against is not None else [])]
+    asked = [(policy, asked_of(policy, tasks, overrides, first)) for policy in policies]
+    from redline.lab.evaluate.answers import Answering  # loads torch
+    from redline.lab.evaluate.figures import Document
+
+    answered = []
+    for policy, recipes in asked:
+        answering = Answering(policy, tell)
+        answered.append([answering.answer(recipe) for recipe in recipes])
+        del answering  # its memory, before the next is loaded
+    return Document.of(answered[0], answered[1] if len(answered) > 1 else [])
+
+
+def save(document: Document, folder: Path) -> Path:
+    """Write eval.json, and answers.jsonl with a row for each answer. Returns the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in document.answer_rows())
+    replace_file(folder / "answers.jsonl", rows.encode())
+    write_json(folder / "eval.json", document.as_json())
+    return folder / "eval.json"
