@@ -10,6 +10,7 @@ for. The efficiencies are ours, measured on an H200.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,7 +92,7 @@ def plan(case: Published) -> tuple[int, float]:
     # Keys keep 8 bits where weights have 4.
     kv_bytes = wide.kv_bytes_per_token * max(case.bits, 8) // 16
     cost = replace(wide, bytes_per_param=case.bits / 8, kv_bytes_per_token=kv_bytes)
-    left = ROOM * device.memory_bytes - cost.weight_bytes
+    left = ROOM * device.memory_bytes - cost.weight_bytes(math.inf)
     rows = case.rows or min(MOST_ROWS, int(left / cost.kv_bytes_per_token / (case.prompt + case.new)))
     layers, vocabulary = model.shape.num_layers, model.shape.vocab_size
     step = decode_cost(cost, layers, vocabulary, rows, read_context(case.prompt, case.new, 1), rates)

@@ -6,9 +6,10 @@ Generation: every weight, key and value that a step needs has to be read, and ev
     bytes   = weights + (prompts under way · prompt tokens + sequences · new tokens so far) · bytes per token
     operations = sequences · (2 · parameters + 4 · layers · heads · head size · context)
 
-The n completions of a prompt may read its keys and values once. Sampling, activations and everything else count as free.
-Where completions differ in length there are at least as many steps as the longest needs, each reads the weights once, and a
-sequence's keys and values are read as long as it goes on.
+Of a mixture, a step reads the experts that its tokens go to between them, if all are as likely: of 128 with 8 each, one row
+reads 8, eight rows 52. The n completions of a prompt may read its keys and values once. Sampling, activations and everything
+else count as free. Where completions differ in length there are at least as many steps as the longest needs, each reads the
+weights once, and a sequence's keys and values are read as long as it goes on.
 
 Training: the operations of `models/sizes/flops.py`. The optimizer moves memory, which can overlap with products: it is free.
 """
@@ -91,13 +92,13 @@ def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
     """All prompts. The head is needed for the last token of each only, and a token sees half of the prompt on average."""
     p = load.prompt_tokens
     flops = load.prompts * (2 * cost.body_params * p + 2 * cost.head_params + cost.attention_flops * p * p / 2)
-    return max(flops / machine.flops, cost.weight_bytes / machine.bandwidth)
+    return max(flops / machine.flops, cost.weight_bytes(load.prompts * p) / machine.bandwidth)
 
 
 def step_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
     """One decode step of as many rows as there are on average, at their mean context."""
     cached = load.rows * (load.prompt_tokens / load.n + load.new_tokens_so_far)
-    moved = cost.weight_bytes + cached * cost.kv_bytes_per_token
+    moved = cost.weight_bytes(load.rows) + cached * cost.kv_bytes_per_token
     flops = load.rows * (2 * (cost.body_params + cost.head_params) + cost.attention_flops * load.context)
     return max(moved / machine.bandwidth, flops / machine.flops)
 
@@ -109,7 +110,8 @@ def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
         f"tokens / (prefill + steps · max(bytes / bandwidth, operations / peak)): {load.tokens:,} tokens,"
         f" prefill {prefill * 1e3:.3g} ms (2 · parameters + attention operations per prompt token),"
         f" {load.steps:,.0f} steps of {step * 1e3:.3g} ms at batch {load.rows:.4g} and mean context {load.context:.0f}"
-        f" (weights {cost.weight_bytes / 1e9:.3g} GB, keys and values {cost.kv_bytes_per_token:,} bytes per token, read once;"
+        f" (weights {cost.weight_bytes(load.rows) / 1e9:.3g} GB, keys and values {cost.kv_bytes_per_token:,} bytes per token,"
+        " read once;"
         f" 2 · parameters + attention operations per token); {machine.how}"
     )
     return Bound(load.tokens / (prefill + load.steps * step), why)
@@ -118,7 +120,7 @@ def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
 def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
     """Seconds to the median request's first token, all submitted at once."""
     half = prefill_seconds(cost, load, machine) / 2
-    value = max(half, cost.weight_bytes / machine.bandwidth)
+    value = max(half, cost.weight_bytes(load.prompts * load.prompt_tokens / 2) / machine.bandwidth)
     return Bound(value, f"half of the prompts have to be computed before the median request's first token; {machine.how}")
 
 

@@ -25,7 +25,7 @@ from redline.lab.plan.rates import Cost, Efficiency, Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.shapes import Model
 from redline.lab.plan.stages import time_share
-from redline.models.sizes.memory import FLOAT32, idle_parameters, inner_columns
+from redline.models.sizes.memory import FLOAT32, expert_share, idle_parameters, inner_columns
 from redline.models.spec import DecoderSpec
 
 KEPT_TRAFFIC = 3
@@ -78,6 +78,7 @@ def network_cost(model: Model, dtype: torch.dtype) -> NetworkCost:
         kv_bytes_per_token=2 * width * shape.num_kv_heads * dtype.itemsize,
         attention_flops=4 * width * shape.num_heads,
         idle_params=idle,
+        expert_share=expert_share(shape),
     )
 
 
@@ -88,7 +89,8 @@ def prompt_cost(cost: NetworkCost, layers: int, prompts: float, tokens: float, b
     """Each prompt once, `batched` tokens at a time."""
     flops = prompts * (2 * cost.body_params * tokens + 2 * cost.head_params + cost.attention_flops * tokens * tokens / 2)
     passes = max(1, math.ceil(prompts * tokens / batched))
-    return Cost(products=flops / rates.flops, memory=passes * cost.weight_bytes / rates.bandwidth, layers=passes * layers)
+    weights = passes * cost.weight_bytes(prompts * tokens / passes)
+    return Cost(products=flops / rates.flops, memory=weights / rates.bandwidth, layers=passes * layers)
 
 
 def read_context(prompt_tokens: float, new_tokens: float, n: int) -> float:
@@ -99,7 +101,7 @@ def read_context(prompt_tokens: float, new_tokens: float, n: int) -> float:
 def decode_cost(cost: NetworkCost, layers: int, vocabulary: int, batch: float, context: float, rates: Rates) -> Cost:
     """One step of so many sequences, each of which reads the keys and values of so many tokens."""
     products = 2 * batch * (cost.body_params + cost.head_params) / rates.flops
-    weights = cost.weight_bytes / rates.bandwidth
+    weights = cost.weight_bytes(batch) / rates.bandwidth
     logits = 2 * batch * vocabulary * cost.bytes_per_param
     others = (batch * context * cost.kv_bytes_per_token + logits) / rates.bandwidth
     bound = Cost(products=products) if products > weights else Cost(memory=weights)

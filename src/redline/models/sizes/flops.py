@@ -17,7 +17,7 @@ import numpy as np
 
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
-from redline.models.sizes.memory import idle_parameters
+from redline.models.sizes.memory import expert_share, idle_parameters
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,6 +38,8 @@ class NetworkCost:
     frozen_head_params: int = 0
     idle_params: int = 0
     """Parameters of experts that a token does not go to."""
+    expert_share: float = 1.0
+    """Experts that a token goes to, over all experts of a layer."""
 
     @classmethod
     def of(cls, decoder: AnyDecoder) -> NetworkCost:
@@ -57,13 +59,15 @@ class NetworkCost:
             frozen_body_params=frozen,
             frozen_head_params=0 if head.requires_grad else head.numel(),
             idle_params=idle,
+            expert_share=expert_share(shape),
         )
 
-    @property
-    def weight_bytes(self) -> int:
-        """Read by every step whose tokens go to all experts between them. The embedding is looked up, not read, unless it is
-        the head as well."""
-        return int((self.body_params + self.idle_params + self.head_params) * self.bytes_per_param)
+    def weight_bytes(self, tokens: float) -> int:
+        """Bytes that a step of so many tokens reads: of the experts, those that the tokens go to between them if all are as
+        likely, 1 - (1 - share) ^ tokens of them. The embedding is looked up, not read, unless it is the head as well."""
+        idle = 1 - self.expert_share
+        reached = (idle - idle ** max(1.0, tokens)) / idle if idle else 0.0
+        return int((self.body_params + reached * self.idle_params + self.head_params) * self.bytes_per_param)
 
 
 @dataclass(slots=True, frozen=True)

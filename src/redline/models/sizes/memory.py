@@ -250,6 +250,12 @@ def idle_parameters(shape: ModelShape) -> int:
     return 3 * shape.hidden_size * idle * len(experts.layers)
 
 
+def expert_share(shape: ModelShape) -> float:
+    """Experts that a token goes to, over all of a layer; 1 for a network without experts of ours."""
+    experts = shape.experts if isinstance(shape, DecoderSpec) else None
+    return 1.0 if experts is None else experts.per_token / experts.count
+
+
 def inner_columns(spec: DecoderSpec) -> int:
     """Inner columns of all MLPs and experts that a token goes through, in all layers."""
     experts = spec.experts

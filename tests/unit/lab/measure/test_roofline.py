@@ -65,7 +65,7 @@ def test_the_parameters_are_those_of_the_real_models() -> None:
 
 def test_a_small_batch_waits_for_memory_and_a_large_prompt_for_products() -> None:
     cost = cost_of("qwen2.5-0.5b")
-    assert step_seconds(cost, load_at(1, 1), H200) == pytest.approx(cost.weight_bytes / H200.bandwidth, rel=1e-3)
+    assert step_seconds(cost, load_at(1, 1), H200) == pytest.approx(cost.weight_bytes(1) / H200.bandwidth, rel=1e-3)
     prompts = Load(prompts=512, prompt_tokens=512, n=1, new_tokens=2, max_num_seqs=512)
     flops = 512 * (512 * 2 * cost.body_params + 2 * cost.head_params + 512**2 / 2 * cost.attention_flops)
     assert prefill_seconds(cost, prompts, H200) == pytest.approx(flops / H200.flops)
@@ -100,7 +100,7 @@ def test_who_does_not_fit_the_batch_waits_for_another_one() -> None:
 def test_a_long_tail_takes_a_step_for_each_token_of_its_longest_and_reads_each_row_as_long_as_it_goes_on() -> None:
     cost = cost_of("qwen2.5-0.5b")
     load = Load(prompts=3, prompt_tokens=100, n=1, new_tokens=4, max_num_seqs=8, lengths_P=np.array([1, 3, 8]))
-    read = 7 * cost.weight_bytes + (2 * 100 + 1 + 2 + 7 * 100 + sum(range(1, 8))) * cost.kv_bytes_per_token
+    read = 7 * cost.weight_bytes(2) + (2 * 100 + 1 + 2 + 7 * 100 + sum(range(1, 8))) * cost.kv_bytes_per_token
     assert 7 * step_seconds(cost, load, H200) == pytest.approx(read / H200.bandwidth)
     assert throughput_bound(cost, load, H200).value == pytest.approx(
         12 / (prefill_seconds(cost, load, H200) + read / H200.bandwidth)

@@ -77,7 +77,20 @@ def test_experts_that_a_token_does_not_go_to_cost_it_nothing(tmp_path: Path) -> 
     assert cost.idle_params == (6 - 3) * one_expert, "one of the four layers has experts"
     everything = sum(p.numel() for p in decoder.parameters()) - decoder.embed.numel()
     assert cost.body_params + cost.idle_params + cost.head_params == everything
-    assert cost.weight_bytes == 4 * everything
+    assert cost.weight_bytes(1) == 4 * (everything - cost.idle_params)
+    assert cost.weight_bytes(1000) == 4 * everything
+
+
+def test_a_step_reads_the_experts_that_its_tokens_go_to_between_them(tmp_path: Path) -> None:
+    """Counted: rows that choose three of six experts by chance, ten thousand times."""
+    decoder, _ = load(tmp_path, "qwen3_moe, some layers")
+    cost, draw = NetworkCost.of(decoder), np.random.default_rng(0)
+    for rows in (1, 2, 4):
+        chosen = draw.random((10_000, rows, 6)).argsort(-1)[..., :3].reshape(10_000, -1)
+        reached = float(np.mean([len(set(row)) for row in chosen.tolist()]))
+        assert (cost.weight_bytes(rows) - cost.weight_bytes(1)) / 4 == pytest.approx(
+            (reached - 3) * 3 * 48 * 32, rel=0.02, abs=1
+        )
 
 
 # ── gradients ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -221,8 +221,9 @@ class Stage:
         machine = measure_machine(device, getattr(torch, self._settings.dtype))
         cost = NetworkCost.of(self._model.decoder)
         rows = self.config.engine.max_num_seqs
-        step_s = cost.weight_bytes / machine.bandwidth
-        why = f"{rows} rows in each step, which reads {cost.weight_bytes / 1e9:.3g} GB of weights; {machine.how}"
+        weights = cost.weight_bytes(rows)
+        step_s = weights / machine.bandwidth
+        why = f"{rows} rows in each step, which reads {weights / 1e9:.3g} GB of weights; {machine.how}"
         return Bound(rows / step_s, why)
 
 
