@@ -34,6 +34,11 @@ def test_a_mistake_in_a_call_of_train_is_said_before_torch_is_loaded() -> None:
     assert not loaded_after(call) & {"torch", "transformers", "ray"}
 
 
+@pytest.mark.parametrize("verb", ["lab.evaluate.command", "launch.export"])
+def test_what_eval_and_export_check_first_needs_no_torch(verb: str) -> None:
+    assert not loaded_after(f"import redline.{verb}") & {"torch", "transformers", "ray"}
+
+
 def test_importing_the_command_line_loads_nothing_heavy() -> None:
     assert loaded_after("import redline.cli") == set()
 

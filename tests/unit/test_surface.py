@@ -239,6 +239,7 @@ redline show RUN --attempt --failures --group --json --ledger --limit --step
 redline report RUN --devices --json --output --price --target
 redline dash RUNS --host --port
 redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name --weights-token-env
+redline export RUN --merge --step --to
 redline join ADDRESS --device --model --port --threads --wait
 redline keys PREFIX --markdown
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel

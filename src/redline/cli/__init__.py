@@ -13,6 +13,7 @@ from redline import __version__
 from redline.cli import env
 from redline.cli.evaluate import eval
 from redline.cli.explain import doctor, keys, simulate, tune
+from redline.cli.export import export
 from redline.cli.look import dash, repair, report, show
 from redline.cli.measure import bench, compare, perf, plan, profile
 from redline.cli.run import join, serve, train
@@ -36,7 +37,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 VERBS = {
-    "Train and look": (train, eval, show, report, dash, serve, join),
+    "Train and look": (train, eval, show, report, dash, serve, export, join),
     "Write a recipe": (keys, plan),
     "Look deeper, mend": (doctor, simulate, tune, profile, repair),
     "Measure": (bench, compare, perf),

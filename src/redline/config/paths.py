@@ -59,10 +59,13 @@ def runs_beside(path: Path) -> list[str]:
     return sorted(found.name for found in path.parent.glob("*-[0-9][0-9][0-9]*") if is_run_folder(found))
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint in the folder of its run."""
-    folder = path.absolute().parent
-    return path.absolute() in checkpoints_in(folder) and folder.name == "checkpoints" and is_run_folder(folder.parent)
+def run_of_checkpoint(path: Path) -> Path | None:
+    """The folder of the run that a checkpoint belongs to; None for any other path."""
+    whole = path.absolute()
+    folder, run = whole.parent, whole.parent.parent
+    if folder.name != "checkpoints" or whole not in checkpoints_in(folder) or not is_run_folder(run):
+        return None
+    return path.parent.parent if len(path.parts) > 2 else run  # as it was called, where the name says so much
 
 
 def is_adapter(path: Path) -> bool:
@@ -84,7 +87,8 @@ def model_of_run(run: Path) -> Path:
     newest, steps = checkpoints[0], step_of(checkpoints[0])
     raise ConfigError(
         f"{run}: the run has no model yet; its newest checkpoint is {newest.relative_to(run)}",
-        f"finish the run: redline train {run} --resume, or end it there: redline train {run} --resume run.steps={steps}",
+        f"make a model of it: redline export {run}; or finish the run: redline train {run} --resume, or end it there: redline"
+        f" train {run} --resume run.steps={steps}",
     )
 
 

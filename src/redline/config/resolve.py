@@ -11,7 +11,15 @@ from pathlib import Path
 from redline.config.algorithms import check_algorithm, fill_algorithm, recomputes_old_logprobs
 from redline.config.engine_recipe import EngineRecipe
 from redline.config.installation import how_to_install
-from redline.config.paths import is_adapter, is_run_folder, model_of_run, named_alike, runs_beside, with_absolute_paths
+from redline.config.paths import (
+    is_adapter,
+    is_run_folder,
+    model_of_run,
+    named_alike,
+    run_of_checkpoint,
+    runs_beside,
+    with_absolute_paths,
+)
 from redline.config.schema import Config
 from redline.config.sections.engine import RunEngineConfig
 from redline.config.sections.model import ModelConfig
@@ -183,6 +191,8 @@ def _check_model(path: str) -> None:
 
 def _model_near(folder: Path) -> str:
     """Where the model may be that a folder without one was given for."""
+    if run_of_checkpoint(folder):
+        return f"make a model of it: redline export {folder}"
     if is_run_folder(folder.parent):
         return f"give the run's folder: {folder.parent}"
     runs = runs_beside(folder / "any")

@@ -83,6 +83,8 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError("no results, or nobody's")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CompareError(f"{path}: not a saved result: {error}", "give what `redline bench CASE --save DIR` wrote") from error
+    if document.get("case") == "eval":
+        raise CompareError(f"{path}: scores, not times", "to compare two models: redline eval MODEL --against MODEL")
     return document
 
 

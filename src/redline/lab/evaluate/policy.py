@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.config import read_recorded, recipe_values
-from redline.config.paths import is_checkpoint, is_run_folder, model_of_run
+from redline.config.paths import is_run_folder, model_of_run, run_of_checkpoint
 from redline.config.trained_step import checkpoints_in
 from redline.errors import ConfigError
 from redline.telemetry import RunFolder
@@ -36,8 +36,8 @@ def find_policy(given: str) -> Policy:
     the model that it ended with; until it has ended, its newest checkpoint. Whether any other path leads to a model is found
     out when the recipe is resolved."""
     path = Path(given).expanduser()
-    if is_checkpoint(path):
-        return _of_checkpoint(given, path)
+    if run := run_of_checkpoint(path):
+        return _of_checkpoint(given, run, path)
     if is_run_folder(path):
         try:
             model_of_run(path)
@@ -45,12 +45,12 @@ def find_policy(given: str) -> Policy:
             newest = next(iter(checkpoints_in(path / "checkpoints")), None)
             if newest is None:
                 raise
-            return _of_checkpoint(str(newest), newest)
+            return _of_checkpoint(str(newest), path, newest)
         return Policy(given, given, RunFolder.open(path))
     above = path.parent
     return Policy(given, given, RunFolder.open(above) if path.is_dir() and is_run_folder(above) else None)
 
 
-def _of_checkpoint(name: str, checkpoint: Path) -> Policy:
-    run = RunFolder.open(checkpoint.parent.parent)
+def _of_checkpoint(name: str, folder: Path, checkpoint: Path) -> Policy:
+    run = RunFolder.open(folder)
     return Policy(name, read_recorded(run.config).model.path, run, checkpoint)

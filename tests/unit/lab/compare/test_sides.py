@@ -254,6 +254,13 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
         read_saved(saved(tmp_path / "b.json", NEAR), "throughput")
 
 
+def test_scores_of_models_are_not_compared_as_times(tmp_path: Path) -> None:
+    path = saved(tmp_path / "eval.json", NEAR)
+    Path(path).write_text(json.dumps(json.loads(Path(path).read_text()) | {"case": "eval"}))
+    with pytest.raises(CompareError, match=r"(?s)scores, not times.*redline eval MODEL --against MODEL"):
+        read_saved(path, None)
+
+
 def test_a_result_against_itself_is_no_different(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.json", NEAR)
     assert report(path, path).verdict.kind == "no different"

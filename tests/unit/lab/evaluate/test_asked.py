@@ -119,6 +119,19 @@ def test_what_cannot_be_asked_is_refused_with_the_fix(words: list[str], message:
         asked(Policy("builtin:tiny", "builtin:tiny"), *words)
 
 
+def test_a_checkpoint_is_found_from_inside_its_folder_and_is_no_model_of_a_recipe(
+    run: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run.run is not None
+    (run.run.checkpoints / "step-000004").mkdir()
+    monkeypatch.chdir(run.run.checkpoints)
+    found = find_policy("step-000004").run
+    assert found is not None
+    assert found.path == run.run.path
+    with pytest.raises(ConfigError, match=r"(?s)no config.json.*make a model of it: redline export .*step-000004"):
+        asked(Policy("x", str(run.run.checkpoints / "step-000004")), "calculator")
+
+
 def test_a_checkpoint_and_a_model_inside_a_run_belong_to_it(run: Policy) -> None:
     assert run.run is not None
     checkpoint = run.run.checkpoints / "step-000004"
