@@ -309,9 +309,11 @@ class NativeEngine:
     @torch.inference_mode()
     def apply(self, update: WeightUpdate) -> None:
         """The weights are the trainer's own storage: there is nothing to move, only a version to note. Blocks of the old
-        version are never found again; sequences under way go on, and their blocks are not offered to others."""
+        version are found by it alone, and used anew before others; sequences under way go on, and their blocks are not offered
+        to others."""
         self._in_flight.collect(0, self.version)
         self.version = update.version
+        self._pool.age()
         self._kv_blocks_peak_before, self._kv_blocks_peak = self._kv_blocks_peak, self._pool.num_used
         for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
             sequence.cacheable = False

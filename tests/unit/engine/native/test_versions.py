@@ -99,6 +99,16 @@ def test_requests_under_way_when_the_weights_change_spoil_nothing_for_those_that
         assert completion.versions == VersionSpan(1, 1)
 
 
+def test_versions_use_the_blocks_of_those_before_them_again(model: Model, tmp_path: Path) -> None:
+    """On a CPU untouched blocks take no memory: a run of many versions takes that of one."""
+    engine, touched = model.engine(num_blocks=200), []
+    for version in range(1, 6):
+        engine.generate([ask(40, seed=version, temperature=0.0)])
+        engine.apply(WeightUpdate(version, (), 0))
+        touched.append(engine._pool.num_touched)
+    assert len(set(touched)) == 1
+
+
 def test_when_an_old_version_comes_back_only_what_was_purely_its_own_is_found(model: Model, tmp_path: Path) -> None:
     engine = model.engine(max_num_batched_tokens=40)
     request = GenerateRequest(np.concatenate([PREFIX, prompt(5)]), SamplingParams(16, temperature=0.0, n=2))

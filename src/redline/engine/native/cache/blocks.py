@@ -3,7 +3,9 @@
 A block holds the keys and values of `block_size` consecutive tokens. Sequences share blocks by reference count. A full block
 is filed under a hash of its tokens, of everything before them, and of the policy version and adapter that computed it, so that
 a later sequence with the same beginning takes it over instead of computing it. Blocks without a holder keep their content until
-the memory is needed, least recently used first.
+the memory is needed: first those that nobody can find again, then those of versions before, then those that were never held,
+and at last those of this version, least recently used first. On a CPU a block takes memory from its first use on: a run that
+preferred untouched blocks to those of versions before would grow by a step's blocks with every version, to all of the cache.
 """
 
 from __future__ import annotations
@@ -29,17 +31,22 @@ class BlockPool:
         self.num_touched = 0
         """Blocks that were ever held: untouched ones are handed out in order, so it is the highest number among them."""
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._idle: list[int] = []
+        """Touched, without a holder, and not to be found: the last is the next to be handed out."""
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Without a holder, but to be found, least recently used first."""
+        self._aged: OrderedDict[int, None] = OrderedDict()
+        """The same, of versions before."""
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_blocks - self.num_used
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_touched - len(self._idle) - len(self._aged) - len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -51,16 +58,25 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block of one's own; what it held is forgotten. The caller has looked at `num_free`."""
-        block, _ = self._free.popitem(last=False)
+        block = self._next()
         self._forget(block)
         self._references[block] = 1
-        self.num_touched = max(self.num_touched, block)
         return block
+
+    def _next(self) -> int:
+        if self._idle:
+            return self._idle.pop()
+        if self._aged:
+            return self._aged.popitem(last=False)[0]
+        if self.num_touched == self.num_blocks:
+            return self._cached.popitem(last=False)[0]
+        self.num_touched += 1
+        return self.num_touched
 
     def share(self, block: int) -> int:
         """One holder more."""
         if self._references[block] == 0:
-            del self._free[block]
+            del (self._aged if block in self._aged else self._cached)[block]
         self._references[block] += 1
         return block
 
@@ -68,10 +84,10 @@ class BlockPool:
         """One holder less. A block that can be found again is the last to be reused, any other the first."""
         assert self._references[block] > 0, "released more often than held"
         self._references[block] -= 1
-        if self._references[block] == 0:
-            self._free[block] = None
-            if block not in self._key_of:
-                self._free.move_to_end(block, last=False)
+        if self._references[block] == 0 and block in self._key_of:
+            self._cached[block] = None
+        elif self._references[block] == 0:
+            self._idle.append(block)
 
     def file(self, block: int, key: bytes) -> None:
         """From now on the block is found under `key`, unless another one already is."""
@@ -97,10 +113,24 @@ class BlockPool:
         """These can no longer be found by content."""
         for block in blocks:
             self._forget(block)
+            for found in (self._aged, self._cached):
+                if block in found:
+                    del found[block]
+                    self._idle.append(block)
 
     def forget_all(self) -> None:
         """No block can be found by content any more."""
-        self.forget(list(self._key_of))
+        self.age()
+        self._idle += self._aged
+        self._aged, self._key_of, self._block_of = OrderedDict(), {}, {}
+
+    def age(self) -> None:
+        """Another version comes: blocks without a holder can still be found, and are handed out before untouched ones."""
+        if self._aged:
+            self._aged.update(self._cached)
+        else:
+            self._aged = self._cached
+        self._cached = OrderedDict()
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)

@@ -126,6 +126,27 @@ def test_after_forgetting_nothing_is_found_and_nothing_is_lost() -> None:
     assert pool.num_free == 4
 
 
+def test_what_can_no_longer_be_found_is_used_again_before_what_was_never_touched() -> None:
+    """Else a run on a CPU would take the memory of another step's blocks with every version, up to all of the cache."""
+    pool = BlockPool(100, 16)
+    for _ in range(10):
+        for block in filled(pool, *KEYS[:4]):
+            pool.release(block)
+        pool.forget_all()
+    assert pool.num_touched == 4
+
+
+def test_blocks_of_versions_before_are_found_by_them_and_used_again_before_what_was_never_touched() -> None:
+    pool = BlockPool(100, 16)
+    for version in range(10):
+        for block in filled(pool, *(b"%d/%d" % (version, number) for number in range(4))):
+            pool.release(block)
+        pool.age()
+    assert pool.num_touched == 4
+    assert len(pool.find([b"9/0", b"9/1", b"9/2", b"9/3"])) == 4
+    assert pool.find([b"8/0"]) == []
+
+
 def test_single_blocks_are_forgotten() -> None:
     pool = BlockPool(5, 16)
     first, second = filled(pool, *KEYS[:2])
@@ -143,15 +164,24 @@ class AnyUse(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(6, 4)
         self.held: list[int] = []
-        self.free = [1, 2, 3, 4, 5]
+        self.idle: list[int] = []
+        self.aged: list[int] = []
+        self.untouched = [1, 2, 3, 4, 5]
+        self.cached: list[int] = []
         self.filed: dict[bytes, int] = {}
+
+    @property
+    def free(self) -> list[int]:
+        """In order of reuse."""
+        return [*self.idle, *self.aged, *self.untouched, *self.cached]
 
     @precondition(lambda self: self.free)
     @rule()
     def allocate(self) -> None:
-        block = self.pool.allocate()
+        block, expected = self.pool.allocate(), self.free[0]
         assert block not in self.held
-        assert block == self.free.pop(0)
+        assert block == expected
+        self.take(block)
         self.filed = {key: other for key, other in self.filed.items() if other != block}
         self.held.append(block)
 
@@ -169,7 +199,12 @@ class AnyUse(RuleBasedStateMachine):
         for block in found:
             assert self.pool.share(block) == block
             self.held.append(block)
-            self.free = [other for other in self.free if other != block]
+            self.take(block)
+
+    def take(self, block: int) -> None:
+        """It is free no longer."""
+        for kind in (self.idle, self.aged, self.untouched, self.cached):
+            kind[:] = [other for other in kind if other != block]
 
     @precondition(lambda self: self.held)
     @rule(pick=st.integers(0, 99))
@@ -177,7 +212,10 @@ class AnyUse(RuleBasedStateMachine):
         block = self.held.pop(pick % len(self.held))
         self.pool.release(block)
         if block not in self.held:
-            self.free.insert(len(self.free) if block in self.filed.values() else 0, block)
+            if block in self.filed.values():
+                self.cached.append(block)
+            else:
+                self.idle.insert(0, block)
 
     @precondition(lambda self: self.held)
     @rule(pick=st.integers(0, 99), key=st.sampled_from(KEYS))
@@ -190,11 +228,20 @@ class AnyUse(RuleBasedStateMachine):
     @rule()
     def forget_all(self) -> None:
         self.pool.forget_all()
-        self.filed = {}
+        self.idle = [*reversed([*self.aged, *self.cached]), *self.idle]
+        self.aged, self.cached, self.filed = [], [], {}
+
+    @rule()
+    def age(self) -> None:
+        self.pool.age()
+        self.aged, self.cached = [*self.aged, *self.cached], []
 
     @rule(block=st.integers(1, 5))
     def forget(self, block: int) -> None:
         self.pool.forget([block])
+        if block in (*self.aged, *self.cached):
+            self.take(block)
+            self.idle.insert(0, block)
         self.filed = {key: other for key, other in self.filed.items() if other != block}
 
     @invariant()
