@@ -20,6 +20,10 @@ from redline.lab.plan.devices import CPU_PRICE, Device
 from redline.telemetry import describe_environment, write_json
 from redline.telemetry.files.durable import read_json
 
+MEASURED_AS = 2
+"""Counts how it is measured: what an earlier version kept is not read."""
+STEPS = 2
+
 
 @dataclass(slots=True, frozen=True)
 class Measured:
@@ -28,7 +32,7 @@ class Measured:
     flops: float
     bandwidth: float
     process_bytes: int
-    """Bytes of a process that has imported everything and taken one step of a tiny model."""
+    """Bytes of a process that has imported everything and taken steps of a run with a tiny model."""
 
 
 def this_cpu(dtype: torch.dtype, num_threads: int) -> tuple[Device, int]:
@@ -43,7 +47,7 @@ def this_cpu(dtype: torch.dtype, num_threads: int) -> tuple[Device, int]:
 
 
 def _cached(dtype: torch.dtype, num_threads: int, facts: dict[str, Any]) -> Measured:
-    key = [facts["cpu"], num_threads, str(dtype), metadata.version("torch")]
+    key = [facts["cpu"], num_threads, str(dtype), metadata.version("torch"), MEASURED_AS]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     path = plan_folder() / f"cpu-{digest}.json"
     found = read_json(path)
@@ -74,19 +78,28 @@ def _idle_bytes() -> int:
 
 
 def main() -> None:
-    """In a process of its own: what a run loads before its model."""
-    from redline.config.sections.trainer import TrainerConfig
-    from redline.lab.material.networks import make_network
-    from redline.lab.material.train_batches import random_batch
-    from redline.lab.peers.training_sides import RedlineTraining
+    """In a process of its own: what a run takes beside its model."""
+    from redline.config import resolve, validate
+    from redline.lab.measure.scratch_run import StepWatch, scratch_stages
+    from redline.launch.process import prepare_process
 
     reply = take_stdout()
-    network = make_network("builtin:tiny", torch.device("cpu"), torch.bfloat16, seed=0)
-    side = RedlineTraining(network.decoder, torch.bfloat16, TrainerConfig())
-    lengths = torch.full((2,), 8).numpy()
-    vocabulary = network.decoder.spec.vocab_size
-    side.step(random_batch(lengths, prompt_tokens=1, group_size=1, vocab_size=vocabulary, key=(0,)))
-    reply({"resident_bytes": resident_bytes()})
+    recipe = {
+        "run": {"device": "cpu", "num_threads": 1, "steps": STEPS, "checkpoint_every": 0},
+        "model": {"path": "builtin:tiny"},
+        "rollouts": {
+            "task": {"kind": "import", "path": "redline.lab.material.tasks:Letters"},
+            "groups_per_step": 2,
+            "group_size": 2,
+            "max_new_tokens": 4,
+            "evaluation": {"num_tasks": 0},
+        },
+    }
+    config = resolve(validate(recipe, "redline plan")).config
+    prepare_process(config)
+    with scratch_stages(config) as stages:
+        stages.run(StepWatch(), STEPS)
+        reply({"resident_bytes": resident_bytes()})
 
 
 def plan_folder() -> Path:

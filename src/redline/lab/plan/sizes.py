@@ -46,7 +46,7 @@ def choose_sizes(setup: Setup) -> Sizes:
         budgets = cpu_budgets()
     forward = setup.config.trainer.max_tokens_per_forward or budgets.forward
     most = max(setup.longest, -(-limit // setup.stages))  # at least a micro-batch for every stage
-    training, forward = (balanced(limit, min(most, max(tokens, setup.longest))) for tokens in (budgets.training, forward))
+    training, forward = (dealt(setup, min(most, max(tokens, setup.longest))) for tokens in (budgets.training, forward))
     of = f"; a step has {limit:,}" if budgets.training > limit else ""
     reasons["trainer.max_tokens_per_micro_batch"] = f"{budgets.training:,} ({budgets.reason}{of})"
     return Sizes(cache.num_bytes, cache.num_tokens, training, forward, tuple(refused), reasons)
@@ -60,6 +60,17 @@ def _budgets(plan: MemoryPlan, longest: int, refused: list[str]) -> Budgets:
     except NoRoomError:
         refused.append("trainer")
         return Budgets(longest, longest, "no room: one sequence at a time")
+
+
+def dealt(setup: Setup, most: int) -> int:
+    """Tokens of the largest micro-batch when a step's are dealt evenly. What shares a prompt stays together where it fits."""
+    work = setup.work.share(setup.data_ranks)
+    together = work.group_size if setup.shares_prompts else 1
+    each = work.prompt_tokens + together * work.max_new_tokens
+    if each > most:
+        return balanced(setup.tokens_per_rank, most)
+    count = work.sequences // together
+    return each * balanced(count, most // each)
 
 
 def balanced(tokens: int, most: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -31,6 +32,7 @@ from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, ModelError
+from redline.lab.material.train_batches import random_batch
 from redline.lab.plan import cpu, gguf_header
 from redline.lab.plan.advice import find_cuts, fits
 from redline.lab.plan.calibration import rates_of
@@ -40,7 +42,7 @@ from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.plan import Hardware, Plan, make_plan, plan_setup
 from redline.lab.plan.setup import Setup, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
-from redline.lab.plan.sizes import balanced
+from redline.lab.plan.sizes import balanced, choose_sizes
 from redline.lab.plan.stages import parameters_of, time_share
 from redline.lab.plan.table import render
 from redline.lab.plan.timing import training_cost
@@ -48,6 +50,8 @@ from redline.models.files.hf import check_folder, empty_decoder, load_config, lo
 from redline.models.files.sources import packaged_smollm2
 from redline.models.stage import cut_stage
 from redline.trainer import PolicyTrainer, Sampling
+from redline.trainer.batches.cost import CostModel
+from redline.trainer.batches.micro_batches import plan_micro_batches
 from redline.trainer.loss import logprobs
 from redline.trainer.loss.logprobs import selected_logprobs
 
@@ -181,6 +185,17 @@ def test_kept_logits_are_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch, p
     )
     kept = sum(logits.nbytes for logits, _ in found.grad_fn.chunks if logits is not None)
     assert kept_logits(setup, predicted)[0] == kept
+
+
+@pytest.mark.parametrize(("groups", "size", "budget"), [(16, 8, 4096), (8, 4, 1000), (32, 8, 4096), (16, 1, 512), (5, 8, 9000)])
+def test_the_largest_micro_batch_is_that_of_the_trainer_which_deals_whole_groups(groups: int, size: int, budget: int) -> None:
+    work = {"groups_per_step": groups, "group_size": size, "max_new_tokens": 60, "advantages": "batch"}
+    config = recipe("builtin:small", rollouts=work, trainer={"max_tokens_per_micro_batch": budget})
+    setup = make_setup(config, DEVICES["h100"], prompt_tokens=36)
+    lengths = np.full(groups * size, 96)
+    batch = random_batch(lengths, prompt_tokens=36, group_size=size, vocab_size=100, key=(0,))
+    cost = CostModel.of(setup.model.shape, setup.model.parameters)
+    assert choose_sizes(setup).training_tokens == plan_micro_batches(batch, budget, 1, cost, 10**6).largest_micro_batch
 
 
 def test_micro_batches_are_dealt_evenly() -> None:
