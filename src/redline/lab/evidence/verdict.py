@@ -34,6 +34,8 @@ class Verdict:
     metric: Metric = field(default=Metric("step_s"))
     effect: float = 0.0
     tolerance: float = 0.0
+    counted: str = "pairs"
+    """What `Comparison.pairs` is a number of."""
 
     @property
     def exit_code(self) -> int:
@@ -48,14 +50,14 @@ class Verdict:
     def _claim(self) -> str:
         c = self.comparison
         if self.kind == "abstained":
-            so_far = f" ({_words(c, self.metric)})" if c else ""
+            so_far = f" ({_words(c, self.metric, self.counted)})" if c else ""
             return f"no verdict: {'; '.join(self.reasons)}{so_far}"
         assert c is not None
         if self.kind == "no different":
             low, high = _interval(c)
-            found = f"ratio {c.ratio:.3f}, 95% interval {low:.3f}–{high:.3f}, {c.pairs} pairs"
+            found = f"ratio {c.ratio:.3f}, 95% interval {low:.3f}–{high:.3f}, {c.pairs} {self.counted}"
             return f"no difference of {_percent(self.effect)}: {found}"
-        words = _words(c, self.metric)
+        words = _words(c, self.metric, self.counted)
         allowed = f", which may be within the tolerance of {_percent(self.tolerance)}"
         return words + (allowed if self.kind == "slower within tolerance" else "")
 
@@ -100,7 +102,8 @@ def judge_unpaired(b: Sequence[float], a: Sequence[float], wish: Wish, metric: M
     kind, reasons = claims.kind(), list(caveats)
     if kind == "abstained":
         reasons.append(f"{len(a)} and {len(b)} samples are too few to tell a difference of {_percent(wish.effect)}")
-    return Verdict("abstained" if reasons else kind, comparison, (), reasons, metric, wish.effect, wish.tolerance)
+    found = "abstained" if reasons else kind
+    return Verdict(found, comparison, (), reasons, metric, wish.effect, wish.tolerance, "samples of each")
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,7 +145,7 @@ def _too_few(experiment: Experiment) -> str:
     return f"{pairs} pairs are too few to tell {why}; {more}, and {limit}"
 
 
-def _words(comparison: Comparison, metric: Metric) -> str:
+def _words(comparison: Comparison, metric: Metric, counted: str) -> str:
     """`B is 1.31× faster, 95% interval 1.26–1.36, 12 pairs`."""
     better, worse = ("faster", "slower") if metric.is_speed else ("better", "worse")
     ratio, (low, high), word = comparison.ratio, _interval(comparison), better
@@ -150,7 +153,7 @@ def _words(comparison: Comparison, metric: Metric) -> str:
         ratio, low, high, word = 1 / ratio, 1 / high, 1 / low, worse
     digits = 2 if ratio >= 1.1 else 3
     interval = f", 95% interval {low:.{digits}f}–{high:.{digits}f}" if comparison.interval else ""
-    return f"B is {ratio:.{digits}f}× {word}{interval}, {comparison.pairs} pairs"
+    return f"B is {ratio:.{digits}f}× {word}{interval}, {comparison.pairs} {counted}"
 
 
 def _percent(share: float) -> str:

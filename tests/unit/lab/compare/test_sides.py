@@ -133,6 +133,7 @@ def test_two_sessions_are_compared_without_pairs(tmp_path: Path) -> None:
     found = report(a, b)
     assert (found.verdict.kind, found.verdict.exit_code) == ("faster", 0)
     assert found.verdict.comparison.ratio == pytest.approx(1.3, rel=0.01)
+    assert found.verdict.sentence.endswith("10 samples of each")
     assert report(b, a).verdict.exit_code == 1
 
 
