@@ -88,6 +88,8 @@ def test_a_peer_that_cannot_start_is_told_with_an_environment_that_can(tmp_path:
 def test_no_such_python_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="no such file"):
         make_settings("e2e", [*SMALL, "against=trl", "trl_python=/nowhere/python"])
+    with pytest.raises(ConfigError, match="lengths has no effect with --against trl"):
+        make_settings("e2e", [*SMALL, "against=trl", "lengths=log-normal"])
 
 
 def test_both_sides_reward_the_same() -> None:

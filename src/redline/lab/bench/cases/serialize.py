@@ -37,7 +37,7 @@ ROUTES: Mapping[Route, str] = {
     "file": "to another process by file",
 }
 WINDOW = 1000
-"""Attempts at the beginning and at the end whose times are compared."""
+"""Attempts at the beginning and at the end whose times are compared: as many whole steps as they hold."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,6 +78,11 @@ def _num_steps(settings: SerializeSettings, count: int) -> int:
     return max(1, round(count / (settings.group_size * settings.groups_per_step)))
 
 
+def _window(settings: SerializeSettings) -> int:
+    """Steps at the beginning and at the end whose times are compared."""
+    return max(1, WINDOW // (settings.group_size * settings.groups_per_step))
+
+
 def _rounds(
     sides: Mapping[str, StorageSide],
     pool: Sequence[TrajectoryGroup],
@@ -87,7 +92,7 @@ def _rounds(
     console: Console,
     warm_ups: dict[str, WarmUp],
 ) -> Rounds:
-    window = max(1, WINDOW // (settings.group_size * settings.groups_per_step))
+    window = _window(settings)
 
     def round_of(name: str) -> Callable[[int], StorageRun]:
         def run(number: int) -> StorageRun:
@@ -193,7 +198,8 @@ def _least(pool: Sequence[TrajectoryGroup], settings: SerializeSettings, count: 
 def _results(
     rounds: Rounds, count: int, least: int, rates: DiskRates, peers: Sequence[str], settings: SerializeSettings
 ) -> list[Result]:
-    stored = _num_steps(settings, count) * settings.group_size * settings.groups_per_step
+    step_size = settings.group_size * settings.groups_per_step
+    stored = _num_steps(settings, count) * step_size
     why = f"{least:,} bytes of tokens, logprobs and text"
     step = least / _num_steps(settings, count)
     bounds = {
@@ -217,7 +223,7 @@ def _results(
         _result(rounds, f"{stored:,}: write group by group", values["write"], "s", bounds["write"], None, ONE_BY_ONE)
     )
     if stored > 2 * WINDOW:
-        flat = Bound(1, f"the last {WINDOW:,} attempts take as long as the first")
+        flat = Bound(1, f"the last {_window(settings) * step_size:,} attempts take as long as the first")
         results.append(_result(rounds, f"{stored:,}: growth of write", lambda run: run.growth, "×", flat, None))
     return results
 

@@ -144,6 +144,11 @@ class E2ESettings(EngineSettings):
             raise ValueError(f"task=words needs a model whose words are numbers: model={RANDOM}NAME, not {self.model}")
         if self.against and self.model.startswith(RANDOM):
             raise ValueError(f"--against {self.against} needs a model that both can load, not {self.model}")
+        in_vain = sorted({"lengths", "late_groups"} & self.model_fields_set) if self.against else []
+        if in_vain:
+            raise ValueError(
+                f"{in_vain[0]} has no effect with --against {self.against}: sides take a step at a time, as it comes"
+            )
         return self
 
 
