@@ -46,7 +46,8 @@ def choose_sizes(setup: Setup) -> Sizes:
         budgets = cpu_budgets()
     forward = setup.config.trainer.max_tokens_per_forward or budgets.forward
     most = max(setup.longest, -(-limit // setup.stages))  # at least a micro-batch for every stage
-    training, forward = (dealt(setup, min(most, max(tokens, setup.longest))) for tokens in (budgets.training, forward))
+    training = dealt(setup, min(most, max(budgets.training, setup.longest)), setup.config.trainer.mini_batches)
+    forward = dealt(setup, min(most, max(forward, setup.longest)))
     of = f"; a step has {limit:,}" if budgets.training > limit else ""
     reasons["trainer.max_tokens_per_micro_batch"] = f"{budgets.training:,} ({budgets.reason}{of})"
     return Sizes(cache.num_bytes, cache.num_tokens, training, forward, tuple(refused), reasons)
@@ -62,13 +63,14 @@ def _budgets(plan: MemoryPlan, longest: int, refused: list[str]) -> Budgets:
         return Budgets(longest, longest, "no room: one sequence at a time")
 
 
-def dealt(setup: Setup, most: int) -> int:
-    """Tokens of the largest micro-batch when a step's are dealt evenly. What shares a prompt stays together where it fits."""
-    work = setup.work.share(setup.data_ranks)
+def dealt(setup: Setup, most: int, mini_batches: int = 1) -> int:
+    """Tokens of the largest micro-batch when those of a step, or of one of its mini-batches, are dealt evenly. What shares a
+    prompt stays together where it fits."""
+    work = setup.work.share(mini_batches).share(setup.data_ranks)
     together = work.group_size if setup.shares_prompts else 1
     each = work.prompt_tokens + together * work.max_new_tokens
     if each > most:
-        return balanced(setup.tokens_per_rank, most)
+        return balanced(-(-setup.tokens_per_rank // mini_batches), most)
     count = work.sequences // together
     return each * balanced(count, most // each)
 

@@ -198,6 +198,16 @@ def test_the_largest_micro_batch_is_that_of_the_trainer_which_deals_whole_groups
     assert choose_sizes(setup).training_tokens == plan_micro_batches(batch, budget, 1, cost, 10**6).largest_micro_batch
 
 
+def test_a_micro_batch_is_never_larger_than_a_mini_batch() -> None:
+    work = {"groups_per_step": 10, "group_size": 8, "max_new_tokens": 60}
+    sizes = [
+        choose_sizes(make_setup(recipe(rollouts=work, trainer={"mini_batches": count}), DEVICES["h200"], prompt_tokens=36))
+        for count in (1, 4)
+    ]
+    assert [each.training_tokens for each in sizes] == [10 * (36 + 8 * 60), 3 * (36 + 8 * 60)]
+    assert sizes[0].forward_tokens == sizes[1].forward_tokens
+
+
 def test_micro_batches_are_dealt_evenly() -> None:
     assert [balanced(100, most) for most in (100, 99, 50, 49, 1)] == [100, 50, 50, 34, 1]
 
