@@ -51,8 +51,9 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     return Machine(
         bandwidth,
         flops,
-        f"measured here: {bandwidth / 1e9:,.0f} GB/s (the better of a copy and a dot product of {length >> 20} MiB) and"
-        f" {flops / 1e12:.2f} TFLOP/s ({size}³ {name} product)",
+        # four digits: `redline plan` reads them in saved results
+        f"measured here: {bandwidth / 1e9:,.4g} GB/s (the better of a copy and a dot product of {length >> 20} MiB) and"
+        f" {flops / 1e12:.4g} TFLOP/s ({size}³ {name} product)",
     )
 
 
