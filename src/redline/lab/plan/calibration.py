@@ -65,7 +65,7 @@ class Observation:
 
 def rates_of(device: Device, folder: Path | None = None, dtype: str = "bfloat16") -> Rates:
     """The device's own rates in a dtype, with the efficiencies that saved results give."""
-    found = read_observations(device, folder or results_folder())
+    found = read_observations(device, folder or results_folder(), dtype)
     other = "" if found or not device.is_gpu else _nearest_with_results(device, folder or results_folder())
     if other:
         found = read_observations(DEVICES[other], folder or results_folder())
@@ -134,15 +134,28 @@ def _least_squares_of_the_longer(rows: np.ndarray, targets: np.ndarray, start: n
 # ── documents ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_observations(device: Device, folder: Path) -> list[Observation]:
-    """Everything that was saved for a device and that this version can cost."""
+def read_observations(device: Device, folder: Path, dtype: str = "bfloat16") -> list[Observation]:
+    """Everything that was saved for a device and that this version can cost. Of a CPU that in the same dtype: some multiply
+    bfloat16 many times as fast as others, and how much of its own rate each dtype reaches has nothing to do with the other."""
     found: list[Observation] = []
-    for path in sorted((folder / device.name).glob("*.json")):
+    for path in sorted(path for place in _folders(device, folder) for path in place.glob("*.json")):
         document = json.loads(path.read_text())
         read = READERS.get(document.get("case", ""))
-        if read is not None:
+        if read is not None and (device.is_gpu or (document := _in_dtype(document, dtype))):
             found += read(document, device, path.stem)
     return found
+
+
+def _folders(device: Device, folder: Path) -> list[Path]:
+    """Where results of a device are: those of other processors are beside those of `cpu`."""
+    return [folder / device.name] if device.is_gpu else [folder / device.name, *folder.glob(f"{device.name}-*")]
+
+
+def _in_dtype(document: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A document, or the points of one, without what was run in another dtype; empty where nothing is left."""
+    if document["case"] == "plan":
+        return {**document, "points": [point for point in document["points"] if point["settings"]["dtype"] == dtype]}
+    return document if document["identity"]["config"]["dtype"] == dtype else {}
 
 
 def _read_generate(document: Mapping[str, Any], device: Device, source: str) -> list[Observation]:

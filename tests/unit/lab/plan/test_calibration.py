@@ -130,6 +130,14 @@ def test_a_saved_training_bench_gives_the_training_efficiency(tmp_path: Path) ->
     assert read_observations(H200, tmp_path) == []
 
 
+def test_of_a_cpu_only_results_in_the_same_dtype_count() -> None:
+    """Matrix units of one processor reach a third of their bfloat16 rate, and another's float32 nearly all of its own."""
+    wide, half = (read_observations(CPU, results_folder(), dtype) for dtype in ("float32", "bfloat16"))
+    assert {run.source for run in wide} == {"generate-c1", "trainer"}
+    assert {run.source for run in half} == {"generate-c1", "plan"}
+    assert rates_of(CPU, dtype="float32").training.products > 1.5 * rates_of(CPU, dtype="bfloat16").training.products
+
+
 def test_other_documents_are_left_alone(tmp_path: Path) -> None:
     shutil.copytree(results_folder() / "cpu", tmp_path / "cpu")
     (tmp_path / "cpu" / "other.json").write_text('{"case": "serialize", "results": []}')
