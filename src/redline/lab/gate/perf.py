@@ -63,6 +63,8 @@ def perf(device: str, folder: Path, reason: str | None, console: Console) -> Out
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise CompareError("--device cuda: there is no NVIDIA device here", "leave it out, or --device cpu")
+    if folder.exists() and not folder.is_dir():
+        raise CompareError(f"--baselines {folder}: no folder", "give the folder that holds cpu.json and the like")
     where = torch.device(device if device != "auto" else "cuda" if has_cuda else "cpu")
     path = folder / f"{device_class(device_name(where))}.json"
     baseline = Baseline.read(path)

@@ -210,7 +210,13 @@ def make_setup(
         rollouts.max_new_tokens if mean_new_tokens is None else mean_new_tokens,
     )
     judge = classifier_parameters(rollouts.reward_model.path) if rollouts.reward_model.path else 0
-    return Setup(resolved, describe_model(config.model.path), device, gpus, work, judge, process_bytes)
+    model = describe_model(config.model.path)
+    if prompt_tokens >= model.shape.max_positions:
+        raise ConfigError(
+            f"--prompt-tokens {prompt_tokens}: {config.model.path} has {model.shape.max_positions:,} positions",
+            "give fewer, or a model with more",
+        )
+    return Setup(resolved, model, device, gpus, work, judge, process_bytes)
 
 
 def divided(setup: Setup, sharding: Sharding | None, tensor_parallel_size: int | None) -> Setup:

@@ -180,3 +180,9 @@ def test_perf_without_a_baseline_sets_one_with_a_reason_and_then_finds_what_got_
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompareError, match="no NVIDIA device"):
         gate.perf("cuda", tmp_path, None, Console(quiet=True))
+
+
+def test_a_file_is_no_folder_of_baselines(tmp_path: Path) -> None:
+    (tmp_path / "cpu.json").write_text("{}")
+    with pytest.raises(CompareError, match="no folder"):
+        gate.perf("cpu", tmp_path / "cpu.json", "a reason", Console(quiet=True))

@@ -585,6 +585,12 @@ def test_an_unknown_device_is_refused_with_the_nearest() -> None:
     assert all(name in refused.value.hint for name in DEVICES)
 
 
+def test_prompts_that_the_model_cannot_read_are_refused() -> None:
+    assert make_plan(recipe("builtin:small"), Hardware("h100"), prompt_tokens=1000).setup.longest == 1256
+    with pytest.raises(ConfigError, match=r"--prompt-tokens 1024: builtin:small has 1,024 positions"):
+        make_plan(recipe("builtin:small"), Hardware("h100"), prompt_tokens=1024)
+
+
 def test_impossible_plans_are_refused() -> None:
     with pytest.raises(ConfigError, match="--new-tokens"):
         make_setup(recipe(), DEVICES["h100"], mean_new_tokens=1000)
