@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/kernels/step_ways.py [--models qwen2.5-7b] [--rows 1,4,8] [--ways one,few] [--save FILE]
 
     one      the whole step in one launch (kernels/decode/one_launch.py)
+    first    own products, their weights ahead of their rows (kernels/decode/weights_first.py)
     few      own products that overlap (kernels/decode/few_rows.py)
     some     products of cuBLAS, some in parts, and own ones for gate and up (engine/native/running/some_rows.py)
     forward  the decoder's own layers
@@ -34,7 +35,8 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.running import cuda
 from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.some_rows import SomeRows
-from redline.kernels.decode import few_rows, gated, one_launch
+from redline.engine.native.running.weights_first import WeightsFirst
+from redline.kernels.decode import few_rows, gated, one_launch, weights_first
 from redline.lab.material.networks import random_decoder
 from redline.lab.material.prompts import random_prompts
 from redline.lab.measure.machine import Machine, measure_machine
@@ -61,8 +63,14 @@ SIZES = {
 }
 """Hidden units, inner ones, layers, heads, key/value heads, the size of a head, and the vocabulary."""
 UNTIED = ("qwen2.5-7b", "qwen2.5-14b", "llama-3.1-8b")
-WAYS = ("one", "few", "some", "forward")
-MOST_ROWS = {"one": one_launch.MOST_ROWS, "few": few_rows.MOST_ROWS, "some": gated.MOST_ROWS, "forward": 10**9}
+WAYS = ("one", "first", "few", "some", "forward")
+MOST_ROWS = {
+    "one": one_launch.MOST_ROWS,
+    "first": weights_first.MOST_ROWS,
+    "few": few_rows.MOST_ROWS,
+    "some": gated.MOST_ROWS,
+    "forward": 10**9,
+}
 """That a way can take, however slowly."""
 
 
@@ -98,6 +106,7 @@ def engine_of(decoder: AnyDecoder, way: str, rows: int) -> NativeEngine:
     def only(decoder: Decoder, cache: KVCache, rotary: Tensor, *, is_alone: bool) -> list[object]:
         makers = {
             "one": lambda: one_launch_of(decoder, cache, rotary),
+            "first": lambda: WeightsFirst(decoder),
             "few": lambda: FewRows(decoder),
             "some": lambda: SomeRows(decoder),
         }

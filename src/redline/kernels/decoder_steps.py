@@ -73,8 +73,8 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
     x, delta, weight, x_sum, normed, eps, T, E: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
     if EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     column = tl.arange(0, BLOCK)
     inside = column < E
     at = tl.program_id(0).to(tl.int64) * E + column

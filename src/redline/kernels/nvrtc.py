@@ -91,10 +91,10 @@ TensorMap = c_uint64 * 16
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[c_uint64]:
-    """For a contiguous bfloat16 tensor that is copied a box at a time: of its last dimension 64 numbers, which lie in shared
-    memory as tensor cores want them (128 swizzled bytes). What lies outside the tensor is zeros."""
+    """For a bfloat16 tensor that is copied a box at a time: of its last dimension, a contiguous one, 64 numbers, which lie in
+    shared memory as tensor cores want them (128 swizzled bytes). What lies outside the tensor is zeros."""
     assert tensor.dtype is torch.bfloat16
-    assert tensor.is_contiguous()
+    assert tensor.stride(-1) == 1
     dims = tensor.dim()
     sizes, strides = tensor.shape[::-1], [stride * tensor.element_size() for stride in tensor.stride()[-2::-1]]
     room = ctypes.create_string_buffer(2 * ctypes.sizeof(TensorMap))

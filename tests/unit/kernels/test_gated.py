@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from redline.kernels.decode.gated import MOST_ROWS, SHARED_MEMORY, Tile, gated_product, macros, serves, source, tile_of
+from redline.kernels.decode.gated import MOST_ROWS, Tile, gated_product, macros, serves, source, tile_of
+from redline.kernels.decode.hopper import SHARED_MEMORY
 from redline.kernels.decoder_steps import silu_mul
 
 MODELS = {"135m": (576, 1536), "0.5b": (896, 4864), "0.6b": (1024, 3072), "1.5b": (1536, 8960)}

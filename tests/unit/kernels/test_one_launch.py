@@ -34,11 +34,11 @@ EPS = 1e-6
 
 
 def test_what_is_served_says_so_without_a_gpu() -> None:
-    assert most_rows(HALF_BILLION) == one_launch.MOST_ROWS
-    assert most_rows(replace(HALF_BILLION, head_dim=128)) == 16
-    assert most_rows(replace(HALF_BILLION, hidden=1536)) == 16
-    assert most_rows(replace(HALF_BILLION, hidden=2048, kv_heads=8)) == 4
-    assert most_rows(SEVEN_BILLION) == 8
+    assert most_rows(HALF_BILLION) == 16
+    assert most_rows(replace(HALF_BILLION, head_dim=128)) == 8
+    assert most_rows(replace(HALF_BILLION, hidden=1536)) == 8
+    assert most_rows(replace(HALF_BILLION, hidden=2048, kv_heads=8)) == 0
+    assert most_rows(SEVEN_BILLION) == 1
     assert not serves(HALF_BILLION, torch.bfloat16, torch.device("cpu"))
 
 

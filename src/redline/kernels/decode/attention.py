@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 
 TILES = {16: Tile(64, 1, 3), 32: Tile(64, 1, 3), 64: Tile(32, 1, 3), 128: Tile(32, 2, 3), 256: Tile(32, 4, 2)}
 """By head size; these are the sizes that `decode_attention` takes."""
-SOME_ROWS_TILES = TILES | {64: Tile(64, 4, 3)}
+SOME_ROWS_TILES = TILES | {64: Tile(128, 4, 2)}
 """The same where there are fewer programs than keep memory busy by themselves: each asks for more at once."""
 FEW_ROWS_TILES = TILES | {64: Tile(128, 8, 1)}
 """The same for so few rows that one tile takes longer than all are worth: as many tokens as there are threads for."""
@@ -187,8 +187,8 @@ def _decode(  # type: ignore[no-untyped-def]
     G: tl.constexpr = H // K
     DIRECT: tl.constexpr = (SPLITS == 1) & (prefixes is None)
     if EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_Q = tl.arange(0, BLOCK_Q)
     d = tl.arange(0, D)

@@ -5,20 +5,12 @@
 // same columns (SHARED) bring half of the weights each, for both. Weights do not depend on the launch in front of this one, so
 // they are asked for before it has ended.
 //
-// Macros: COLUMNS of a tile, GROUPS of warps that multiply, TALL, STAGES, SHARED. `multiply` comes with them (`gated.py`).
-
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// Macros: COLUMNS of a tile, GROUPS of warps that multiply, TALL, STAGES, SHARED. In front of this stands `hopper.cuh`.
 
 constexpr int ROWS = 64 * TALL * GROUPS;
-constexpr int INNER = 64;         // of K, in a stage
-constexpr int LINE = 2 * INNER;   // bytes of a row in a stage; eight rows are one pattern of the copy engine's swizzle
 constexpr int STAGE = (ROWS + 2 * COLUMNS) * LINE;
 constexpr int PITCH = 2 * COLUMNS + 16;  // bytes of a row of the result, on its way out: padded, so that few lanes meet in a bank
 constexpr int THREADS = 128 * (GROUPS + 1);
-
-struct alignas(64) Map { u64 words[16]; };  // CUtensorMap
 
 struct Arguments {
     Map x;       // [rows, inner]
@@ -27,35 +19,13 @@ struct Arguments {
     int rows, columns, inner;
 };
 
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-__device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+// ── between blocks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-// ── barriers and copies ───────────────────────────────────────────────────────────────────────────────────────────────
-
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred there;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n@!there bra again;\n}"
-        ::"r"(barrier), "r"(parity) : "memory");
-}
 // At the same barrier of a block of the cluster.
 __device__ __forceinline__ void arrive(u32 barrier, u32 block) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}"
         ::"r"(barrier), "r"(block) : "memory");
-}
-__device__ __forceinline__ void bring_x(u32 to, const Map& x, int inner, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(to), "l"(&x), "r"(inner), "r"(row), "r"(barrier) : "memory");
 }
 // To the same place in all blocks of the cluster.
 __device__ __forceinline__ void bring_weight(u32 to, const Map& weight, int inner, int column, int half, u32 barrier) {
@@ -76,14 +46,6 @@ struct Ring {
 
     __device__ __forceinline__ u32 x(int stage) const { return stages + stage * STAGE; }
     __device__ __forceinline__ u32 weight(int stage) const { return x(stage) + ROWS * LINE; }
-
-    __device__ __forceinline__ void begin() const {
-        for (int stage = 0; stage < STAGES; stage++) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * stage));
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * stage), "n"(GROUPS * SHARED));
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
-    }
 };
 
 // ── the thread that brings ────────────────────────────────────────────────────────────────────────────────────────────
@@ -99,7 +61,7 @@ __device__ __forceinline__ void bring(const Arguments& a, const Ring& ring, int 
         expect(ring.full + 8 * turn, STAGE);
         weights(turn, turn);
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_launch_in_front();
     for (int turn = 0; turn < first; turn++) bring_x(ring.x(turn), a.x, turn * INNER, row, ring.full + 8 * turn);
     for (int turn = first; turn < turns; turn++) {
         const int stage = turn % STAGES;
@@ -111,9 +73,6 @@ __device__ __forceinline__ void bring(const Arguments& a, const Ring& ring, int 
 }
 
 // ── those that multiply ───────────────────────────────────────────────────────────────────────────────────────────────
-
-// Rows of a stage, as tensor cores want to be told of them: swizzled lines, eight of them 1,024 bytes apart.
-__device__ __forceinline__ u64 operand(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
 typedef float Sums[TALL][COLUMNS];  // of a thread: gate in the first half, up in the second
 
@@ -149,8 +108,7 @@ __device__ __forceinline__ void write(const Arguments& a, const Sums& sums, unsi
         for (int i = 0; i < UP; i += 2) {
             const int row = i / 2 % 2 * 8 + lane / 4, column = i / 4 * 8 + lane % 4 * 2;
             const u32 gate = packed(sums[t][i], sums[t][i + 1]), up = packed(sums[t][UP + i], sums[t][UP + i + 1]);
-            const u32 active = packed(silu(low(gate)), silu(high(gate)));
-            *(u32*)(room + row * PITCH + 2 * column) = packed(low(active) * low(up), high(active) * high(up));
+            *(u32*)(room + row * PITCH + 2 * column) = activated(gate, up);
         }
         __syncwarp();
         const int top = blockIdx.y * ROWS + (warp / 4 * TALL + t) * 64 + warp % 4 * 16;
@@ -169,7 +127,7 @@ extern "C" __global__ __cluster_dims__(1, SHARED, 1) __launch_bounds__(THREADS, 
     const u32 stages = (u32)__cvta_generic_to_shared(room);
     const Ring ring = {stages, stages + STAGES * STAGE, stages + STAGES * (STAGE + 8)};
     const int turns = (a.inner + INNER - 1) / INNER;
-    if (threadIdx.x == 0) ring.begin();
+    if (threadIdx.x == 0) begin_ring(ring.full, ring.empty, STAGES, GROUPS * SHARED);
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
     if (threadIdx.x >= 128 * GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from redline.kernels import nvrtc
+from redline.kernels.decode import hopper
+from redline.kernels.decode.hopper import BARRIER_BYTES, INNER, LINE_BYTES, SHARED_MEMORY
 
 SOURCE = Path(__file__).with_suffix(".cu")
 LEAST_ROWS, MOST_ROWS = 65, 512
@@ -30,11 +32,7 @@ FULL = 0.7
 """Of a tile's rows: where fewer are in use, cuBLAS has a lower tile."""
 SHAPES = ((2, 1, 128), (3, 1, 96), (2, 2, 96))
 """Of tiles: warpgroups that multiply, 64 rows each so many times, and the most columns that they have registers for."""
-LINE_BYTES = 128
-"""Of a row in a stage, which is 64 of K: `gated.cu`'s, as is what follows."""
-BARRIER_BYTES = 16
 MOST_STAGES = 8
-SHARED_MEMORY = 227 * 1024
 START_S, FLOPS_PER_S = 6.5e-6, 6.2e12
 """What a tile takes at least, and what a multiprocessor multiplies beyond that, as measured on an H200."""
 
@@ -122,8 +120,8 @@ def gated_product(x_BK: Tensor, weight_NK: Tensor, tile: Tile) -> Tensor:
     (B, K), I, device = x_BK.shape, len(weight_NK) // 2, x_BK.device.index or 0  # noqa: E741
     out_BI = x_BK.new_empty(B, I)
     arguments = _Arguments(
-        nvrtc.tensor_map(x_BK, (tile.rows, 64)),
-        nvrtc.tensor_map(weight_NK.view(2, I, K), (1, tile.columns, 64)),
+        nvrtc.tensor_map(x_BK, (tile.rows, INNER)),
+        nvrtc.tensor_map(weight_NK.view(2, I, K), (1, tile.columns, INNER)),
         out_BI.data_ptr(), B, I, K,
     )  # fmt: skip
     below = math.ceil(B / tile.rows / tile.shared) * tile.shared
@@ -141,16 +139,8 @@ def _kernel(tile: Tile, device: int) -> nvrtc.Kernel:
 
 
 def source(tile: Tile) -> str:
-    """The kernel, behind the one instruction whose text depends on the tile: 64 rows of x by gate and up, 16 of K."""
-    N = tile.columns
-    registers, sums = (", ".join(form.format(i) for i in range(N)) for form in ("%{}", '"+f"(sums[{}])'))
-    return f"""
-__device__ __forceinline__ void multiply(float (&sums)[{N}], unsigned long long x, unsigned long long weight) {{
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n{2 * N}k16.f32.bf16.bf16 {{{registers}}}, %{N}, %{N + 1}, 1, 1, 1, 0, 0;"
-        : {sums} : "l"(x), "l"(weight));
-}}
-{SOURCE.read_text()}"""
+    """By gate and up at once."""
+    return hopper.source(SOURCE, 2 * tile.columns)
 
 
 def macros(tile: Tile) -> dict[str, int]:

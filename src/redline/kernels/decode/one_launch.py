@@ -97,12 +97,11 @@ class _Arguments(ctypes.Structure):
 
 def most_rows(shape: Shape) -> int:
     """Up to which it is the faster way, as measured on an H200 (`benchmarks/kernels/step_ways.py`): with few, more of a step
-    lies between launches; with many, every block reads all their activations again and again."""
-    if shape.hidden <= SMALL:
-        return MOST_ROWS if shape.head_dim == 64 else 16
+    lies between launches; with many, every block reads all their activations again and again. Beyond are those that ask for
+    their weights first (`weights_first`)."""
     if shape.hidden < 2048:
-        return 16
-    return 4 if shape.hidden == 2048 and shape.kv_heads >= 8 else 8
+        return 16 if shape.hidden <= SMALL and shape.head_dim == 64 else 8
+    return 1 if shape.hidden > 2048 else 0
 
 
 def serves(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from redline.engine.native.running.runner import Decoding, Runner, Samples
 from redline.engine.native.running.sampler import Sampled
 from redline.engine.native.running.some_rows import SomeRows
 from redline.engine.native.running.verification import MAX_GUESSES, MAX_SLOTS, NO_GUESS, SLOT_TOKENS, Guesses, TextWrites
+from redline.engine.native.running.weights_first import WeightsFirst
 from redline.engine.native.scheduler import Chunk
 from redline.engine.native.sequence import Wants
 from redline.kernels.decode.attention import SHARED_ROWS, TILES, DecodeBatch, choose_splits, choose_tile, decode_attention
@@ -41,6 +42,8 @@ from redline.kernels.decode.step import StepInputs, begin_step, end_step
 from redline.models.decoder import AnyAttend, Decoder, DecoderLayer, FusedAttend
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers.rope import rotary_table
+
+Way = OneLaunch | WeightsFirst | FewRows | SomeRows
 
 MAX_STEPS = 8
 """Decode steps per launch. A sequence that ends early idles for the rest of them; the host has the time of all of them to
@@ -412,14 +415,15 @@ class CudaRunner(Runner):
         return host, arrived
 
 
-def ways_of(decoder: Decoder, cache: KVCache, rotary: Tensor, *, is_alone: bool) -> list[OneLaunch | FewRows | SomeRows]:
+def ways_of(decoder: Decoder, cache: KVCache, rotary: Tensor, *, is_alone: bool) -> list[Way]:
     """From few rows to many, who takes a step through the network, each up to its `most_rows`; beyond, and with adapters,
     `Decoder.forward` does. The one launch has the whole device until it ends: a trainer beside it would hardly come to its
     own."""
     if not FewRows.serves(decoder):
         return []
     one_launch = one_launch_of(decoder, cache, rotary) if is_alone else None
-    return [*([one_launch] if one_launch else []), FewRows(decoder), SomeRows(decoder)]
+    weights_first = WeightsFirst(decoder) if WeightsFirst.serves(decoder) else None
+    return [way for way in (one_launch, weights_first, FewRows(decoder), SomeRows(decoder)) if way is not None]
 
 
 def _lines(chunks: Sequence[Chunk]) -> np.ndarray:

@@ -1,0 +1,189 @@
+"""Products of a decode step of some rows, `weights_first.cu`: how they are cut, their arguments, their launch.
+
+Each is one launch that asks for its weights while those in front of it still run: what lies between two products of so few rows
+hardly reads, and leaves the bandwidth to them. For Hopper, in bfloat16. This module needs CUDA; only code that runs on a CUDA
+device may import it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import c_int, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.kernels import nvrtc
+from redline.kernels.decode import hopper
+from redline.kernels.decode.hopper import BARRIER_BYTES, INNER, LINE_BYTES
+
+SOURCE = Path(__file__).with_suffix(".cu")
+MOST_ROWS, WIDE_ROWS, GATED_ROWS = 128, 64, 64
+"""Beyond these others are as fast (`parts`, `gated`): all products; those of a wide network; gate and up of a narrow one."""
+WIDE = 1025
+"""Hidden units."""
+HALF_ROOM, ROOM = 100 * 1024, 200 * 1024
+"""Shared memory for a block: where two fit, one may be the next launch's."""
+PLACED = 0.85
+"""Of multiprocessors, those that clusters of blocks with all the room find: they do not divide the device evenly."""
+FEW_ROWS = 16
+"""So few take little of a stage, and half of the room holds weights enough."""
+TALL_ROWS = 32
+"""More of them than this are brought to two warpgroups at once, where products have many tiles."""
+MANY_TILES = 1.5
+"""High tiles of gate and up, for each multiprocessor, from which they are the better ones."""
+TURNS = 3
+"""Of 64 of K, at least, in a part."""
+
+
+class Cut(NamedTuple):
+    """How a product is cut and compiled."""
+
+    rows: int
+    """Of x, rounded up to 8."""
+    tall: int
+    """How many times 64 rows of weights a block has."""
+    parts: int
+    """Blocks of a cluster, which share the K of a tile that is cut."""
+    is_gated: bool
+    room: int
+
+    @property
+    def columns(self) -> int:
+        """Of the result, in a block."""
+        return 64 * self.tall // (2 if self.is_gated else 1)
+
+    @property
+    def stage_bytes(self) -> int:
+        return (64 * self.tall + self.rows) * LINE_BYTES
+
+    @property
+    def meeting_bytes(self) -> int:
+        return math.ceil(self.rows / 8 / self.parts) * self.parts * self.tall * 128 * 16 if self.parts > 1 else 0
+
+    @property
+    def stages(self) -> int:
+        return (self.room - 1024 - self.meeting_bytes) // (self.stage_bytes + BARRIER_BYTES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring, which begins on a multiple of 1,024, and where parts meet."""
+        return self.stages * (self.stage_bytes + BARRIER_BYTES) + self.meeting_bytes + 1024
+
+    def tiles(self, columns: int) -> int:
+        return math.ceil(columns / self.columns)
+
+    def whole(self, columns: int, multiprocessors: int) -> int:
+        """Tiles that are not cut: as many for every multiprocessor."""
+        tiles = self.tiles(columns)
+        return tiles if self.parts == 1 else tiles // multiprocessors * multiprocessors // self.parts * self.parts
+
+
+class _Arguments(ctypes.Structure):
+    """Aligned as `weights_first.cu`'s are."""
+
+    _fields_ = [
+        ("x", nvrtc.TensorMap),
+        ("weight", nvrtc.TensorMap),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        *((name, c_int) for name in ("rows", "columns", "inner", "whole")),
+        ("more", c_uint64 * 4),
+    ]
+
+
+@cache
+def cut_of(rows: int, columns: int, inner: int, multiprocessors: int, *, is_gated: bool = False) -> Cut:
+    """As measured on an H200 for models with 0.5 to 14 billion parameters: low tiles, two on a multiprocessor, unless few high
+    ones or few with much room do as well."""
+    up, turns = math.ceil(rows / 8) * 8, math.ceil(inner / INNER)
+    low = math.ceil(columns / (32 if is_gated else 64))
+    high, alone = math.ceil(low / 2), int(PLACED * multiprocessors)
+    parts = _parts(low, 2 * multiprocessors, multiprocessors, turns)
+    if is_gated and high >= MANY_TILES * multiprocessors:
+        return Cut(up, 2, min(3, _parts(high, alone, multiprocessors, turns)), is_gated, ROOM)
+    if is_gated or rows <= FEW_ROWS:
+        return Cut(up, 1, parts, is_gated, HALF_ROOM)
+    if low * min(parts, 3) <= alone:
+        return Cut(up, 1, min(parts, alone // low), is_gated, ROOM)
+    if rows > TALL_ROWS:
+        return Cut(up, 2, _parts(high, alone, multiprocessors, turns), is_gated, ROOM)
+    return Cut(up, 1, parts, is_gated, HALF_ROOM)
+
+
+def _parts(tiles: int, places: int, multiprocessors: int, turns: int) -> int:
+    """Of tiles fewer than multiprocessors, as many as have a place at once; of more, as many as end those left over soonest."""
+    most = min(8 if 8 * tiles <= multiprocessors else 4, max(1, turns // TURNS))
+    if tiles < multiprocessors:
+        return max(1, min(most, places // tiles))
+    left = tiles % multiprocessors
+    return min(range(1, most + 1), key=lambda parts: (math.ceil(left * parts / multiprocessors) / parts, parts))
+
+
+def serves(weight: Tensor) -> bool:
+    """Whether there is such a kernel for a device, a dtype, a shape and a place: the copy engine takes 16 bytes at a time."""
+    if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] != 9:
+        return False
+    columns, inner = weight.shape
+    is_placed = columns % 16 == 0 and inner % 8 == 0 and weight.data_ptr() % 16 == 0
+    return weight.dtype is torch.bfloat16 and is_placed and weight.is_contiguous() and nvrtc.is_there()
+
+
+def product(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, is_gated: bool = False) -> Tensor:
+    """x · weightᵀ, [B, N]; gated, silu(gate) · up of its two halves, [B, N / 2], without a bias. It begins before the launch in
+    front of it has ended, and lets the one behind it begin."""
+    assert x_BK.is_contiguous()
+    assert not is_gated or bias_N is None
+    (B, K), N = x_BK.shape, len(weight_NK) // (2 if is_gated else 1)
+    multiprocessors = _multiprocessors(x_BK.device)
+    return product_as(x_BK, weight_NK, bias_N, cut_of(B, N, K, multiprocessors, is_gated=is_gated))
+
+
+def product_as(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, cut: Cut) -> Tensor:
+    """The same, cut like this."""
+    (B, K), N, device = x_BK.shape, len(weight_NK) // (2 if cut.is_gated else 1), x_BK.device.index or 0
+    out_BN = x_BK.new_empty(B, N)
+    whole = cut.whole(N, _multiprocessors(x_BK.device))
+    arguments = _Arguments(
+        nvrtc.tensor_map(x_BK, (cut.rows, INNER)),
+        _weight_map(weight_NK, cut),
+        None if bias_N is None else bias_N.data_ptr(),
+        out_BN.data_ptr(), B, N, K, whole,
+    )  # fmt: skip
+    grid = (cut.tiles(N) - whole + whole // cut.parts, cut.parts)
+    _kernel(cut, device).launch_grid(grid, 128 * cut.tall + 32, arguments, device, early=True)
+    return out_BN
+
+
+def _weight_map(weight_NK: Tensor, cut: Cut) -> ctypes.Array[c_uint64]:
+    """Of gate and up eight rows in turn: both numbers of a column end in the same thread."""
+    if not cut.is_gated:
+        return nvrtc.tensor_map(weight_NK, (64 * cut.tall, INNER))
+    N, K = weight_NK.shape
+    return nvrtc.tensor_map(weight_NK.view(2, N // 16, 8, K).transpose(0, 1), (4 * cut.tall, 2, 8, INNER))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _kernel(cut: Cut, device: int) -> nvrtc.Kernel:
+    major, minor = torch.cuda.get_device_capability(device)
+    with torch.cuda.device(device):
+        cubin = nvrtc.compiled(source(cut), SOURCE.name, f"sm_{major}{minor}a", macros(cut))
+        return nvrtc.Kernel(cubin, "product", cut.shared_bytes)
+
+
+def source(cut: Cut) -> str:
+    """By all rows of x at once."""
+    return hopper.source(SOURCE, cut.rows)
+
+
+def macros(cut: Cut) -> dict[str, int]:
+    return {"ROWS": cut.rows, "TALL": cut.tall, "STAGES": cut.stages, "PARTS": cut.parts, "GATED": int(cut.is_gated)}
