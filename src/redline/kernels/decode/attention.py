@@ -57,11 +57,13 @@ class Tile(NamedTuple):
 
 TILES = {16: Tile(64, 1, 3), 32: Tile(64, 1, 3), 64: Tile(32, 1, 3), 128: Tile(32, 2, 3), 256: Tile(32, 4, 2)}
 """By head size; these are the sizes that `decode_attention` takes."""
-SOME_ROWS_TILES = TILES | {64: Tile(128, 4, 2)}
+SOME_HEADS_TILES = TILES | {64: Tile(64, 4, 3)}
 """The same where there are fewer programs than keep memory busy by themselves: each asks for more at once."""
+FEW_HEADS_TILES = TILES | {64: Tile(128, 4, 2)}
+"""The same where there are fewer still; they end last, and so are the longest."""
 FEW_ROWS_TILES = TILES | {64: Tile(128, 8, 1)}
 """The same for so few rows that one tile takes longer than all are worth: as many tokens as there are threads for."""
-SOME_HEADS, FEW_ROWS = 400, 16
+SOME_HEADS, FEW_HEADS, FEW_ROWS = 400, 128, 16
 """Key/value heads of all rows up to which, and rows up to which, those are the faster ones on an H200."""
 SHARED_TILES = {16: Tile(64, 4, 3), 32: Tile(64, 4, 3), 64: Tile(64, 4, 3), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2)}
 """The same for shared prefixes."""
@@ -98,9 +100,11 @@ def choose_splits(batch: int, kv_heads: int, max_tokens: int, head_dim: int, mul
 
 def choose_tile(batch: int, kv_heads: int, head_dim: int) -> Tile:
     """By how many programs there will be."""
+    heads = batch * kv_heads
     if batch <= FEW_ROWS:
         return FEW_ROWS_TILES[head_dim]
-    return (SOME_ROWS_TILES if batch * kv_heads < SOME_HEADS else TILES)[head_dim]
+    tiles = FEW_HEADS_TILES if heads <= FEW_HEADS else SOME_HEADS_TILES if heads < SOME_HEADS else TILES
+    return tiles[head_dim]
 
 
 def decode_attention(
