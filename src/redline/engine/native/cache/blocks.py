@@ -42,7 +42,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return self.num_blocks - self.num_used
+        return self.num_blocks - self.num_touched + len(self._idle) + len(self._aged) + len(self._cached)
 
     @property
     def num_used(self) -> int:
