@@ -56,10 +56,10 @@ class TrainerSettings(PairedSettings):
             raise ValueError(f"sequences = {self.sequences} is no multiple of group_size = {self.group_size}")
         if self.tokens <= self.prompt_tokens:
             raise ValueError(f"tokens = {self.tokens} leaves nothing to train on after prompt_tokens = {self.prompt_tokens}")
-        if self.longest is not None and self.lengths == "equal":
-            raise ValueError("longest has no effect on lengths=equal; say lengths=long-tailed")
         if self.longest is not None and self.longest < self.tokens:
             raise ValueError(f"longest = {self.longest} is less than the average, tokens = {self.tokens}")
+        if self.longest is not None and self.lengths == "equal":
+            raise ValueError("longest has no effect on lengths=equal; say lengths=long-tailed")
         return self
 
     @property
