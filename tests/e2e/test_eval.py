@@ -164,6 +164,14 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_refused(sampled: Path
     assert "Traceback" not in done.stderr
 
 
+def test_where_it_cannot_be_saved_is_said_before_anything_is_asked(sampled: Path) -> None:
+    done = redline("eval", "builtin:tiny", "letters.yaml", "--save", "letters.py", cwd=sampled)
+    assert done.returncode == 2
+    assert "--save = 'letters.py'" in done.stderr
+    assert "is a file, not a folder" in done.stderr
+    assert "loading" not in done.stderr
+
+
 def test_an_evaluation_in_which_everything_fails_is_an_error(tmp_path: Path) -> None:
     recipe = write_letters(tmp_path)
     (tmp_path / "letters.py").write_text((tmp_path / "letters.py").read_text().replace('if "q" in text', "if True"))

@@ -105,6 +105,10 @@ def test_an_adapter_is_written_as_peft_has_it_and_merged_if_wanted(adapter: Path
         (["runs/letters-002"], "no such run folder\n\nhint: did you mean runs/letters-001?"),
         ([f"runs/letters-001/checkpoints/{LAST}", "--step", "2"], "is another step\n\nhint: leave --step out"),
         (["letters.yaml"], "no such run folder"),
+        (["runs/letters-001/model"], "a model, not a run"),
+        (["runs/letters-001/checkpoints/step-000009"], f"no such checkpoint\n\nhint: those that it has: {EARLIER}, {LAST}"),
+        (["runs/letters-001", "--to", "letters.py/x"], "letters.py is a file, not a folder"),
+        (["runs/letters-001", "--to", "/proc/x"], "nothing can be written to /proc"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_with_the_fix(whole: Path, arguments: list[str], message: str) -> None:

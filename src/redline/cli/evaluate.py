@@ -40,15 +40,14 @@ def eval(
     from redline.telemetry.console.tables import results_console
 
     try:
-        document = evaluate(model, tasks or [], against, lambda text: typer.echo(text, err=True))
+        document = evaluate(model, tasks or [], against, lambda text: typer.echo(text, err=True), save)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was saved", err=True)
         raise typer.Exit(130) from None
     from redline.lab.evaluate.table import render
 
-    path = save_in(document, save) if save else None
     results_console(as_json=as_json).print(render(document))
-    if path:
-        typer.echo(path, err=True)
     if as_json:
         typer.echo(json.dumps(document.as_json()))
+    if save:
+        typer.echo(save_in(document, save), err=True)

@@ -60,11 +60,15 @@ def runs_beside(path: Path) -> list[str]:
 
 
 def run_of_checkpoint(path: Path) -> Path | None:
-    """The folder of the run that a checkpoint belongs to; None for any other path."""
+    """The folder of the run that a checkpoint belongs to; None for any other path. Raises `ConfigError` for a checkpoint that
+    the run does not have."""
     whole = path.absolute()
     folder, run = whole.parent, whole.parent.parent
-    if folder.name != "checkpoints" or whole not in checkpoints_in(folder) or not is_run_folder(run):
+    if folder.name != "checkpoints" or not is_run_folder(run):
         return None
+    if whole not in (there := checkpoints_in(folder)):
+        names = ", ".join(checkpoint.name for checkpoint in reversed(there)) or "none"
+        raise ConfigError(f"{path}: the run has no such checkpoint", f"those that it has: {names}")
     return path.parent.parent if len(path.parts) > 2 else run  # as it was called, where the name says so much
 
 

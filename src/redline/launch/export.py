@@ -13,6 +13,7 @@ from redline.config import read_recorded
 from redline.config.paths import run_of_checkpoint
 from redline.config.trained_step import checkpoints_in, step_of
 from redline.errors import ConfigError, RunFolderError
+from redline.launch.preflight import check_writable
 from redline.telemetry import RunFolder
 
 
@@ -35,6 +36,8 @@ def choose(given: Path, to: Path | None, step: int | None, *, merge: bool) -> Ex
     if folder and step not in (None, step_of(given)):
         raise ConfigError(f"--step {step}: {given} is another step", f"leave --step out, or give the run's folder: {folder}")
     run = RunFolder.open(folder or given)
+    if any(run.path.glob("*.safetensors")):
+        raise ConfigError(f"{given}: a model, not a run", "it needs no export; give the folder of a run")
     checkpoint = _checkpoint(run, step_of(given) if folder else step)
     has_adapter = read_recorded(run.config).trainer.lora.rank > 0
     if merge and not has_adapter:
@@ -42,6 +45,7 @@ def choose(given: Path, to: Path | None, step: int | None, *, merge: bool) -> Ex
     is_adapter = has_adapter and not merge
     target = to or run.shown / "exports" / f"{checkpoint.name}{'-adapter' if is_adapter else ''}"
     _refuse_taken(target)
+    check_writable(target.parent, "--to")
     return Export(run, checkpoint, target, is_adapter)
 
 

@@ -78,7 +78,7 @@ def check(config: Config, run: Path | None = None) -> Checked:
     if config.placement.cluster == "ray":
         check_ray()
         check_address(config.placement)
-    _check_writable(config.run.folder, "run.folder") if run is None else _check_writable(run, "the run folder")
+    check_writable(config.run.folder, "run.folder") if run is None else check_writable(run, "the run folder")
     return _check_inputs(config, place(config))  # which imports torch
 
 
@@ -183,8 +183,9 @@ def _check_torch() -> None:
 # ── where it writes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _check_writable(folder: Path, key: str) -> None:
-    """Whether files can be made in a folder that is there or can be made; none is left behind."""
+def check_writable(folder: Path, key: str) -> None:
+    """Raise `ConfigError`, in the name of a key or an option, unless files can be made in a folder that is there or can be
+    made. Leaves nothing behind."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise ConfigError(f"{key} = {str(folder)!r}: {there} is a file, not a folder", "give another folder")
@@ -194,7 +195,7 @@ def _check_writable(folder: Path, key: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"{key} = {str(folder)!r}: nothing can be written to {there}: {error.strerror}",
-            "give a folder on a disk that you may write to, such as run.folder=/tmp/runs",
+            "give a folder on a disk that you may write to, such as /tmp/runs",
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from redline.lab.evaluate.asked import asked_of, divide
 from redline.lab.evaluate.policy import find_policy
+from redline.launch.preflight import check_writable
 from redline.telemetry import write_json
 from redline.telemetry.files.durable import replace_file
 
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
     from redline.lab.evaluate.figures import Document
 
 
-def evaluate(model: str, words: Sequence[str], against: str | None, tell: Callable[[str], None]) -> Document:
-    """Ask one model, or two, the tasks that `words` name. What is wrong with the words is said before torch is loaded, what is
-    wrong with a task before its model is."""
+def evaluate(
+    model: str, words: Sequence[str], against: str | None, tell: Callable[[str], None], saved_in: Path | None = None
+) -> Document:
+    """Ask one model, or two, the tasks that `words` name. What is wrong with the words, or with the folder that the document is
+    to be `saved_in`, is said before torch is loaded; what is wrong with a task, before its model is."""
+    if saved_in is not None:
+        check_writable(saved_in, "--save")
     tasks, overrides = divide(words)
     first = find_policy(model)
     policies = [first, *([find_policy(against)] if against is not None else [])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -113,6 +113,8 @@ class Document:
 
     scores: Sequence[Score]
     differences: Sequence[Difference]
+    identity: Mapping[str, Any] = field(default_factory=describe_environment)
+    """The machine, the versions and the time."""
 
     @classmethod
     def of(cls, ours: Sequence[Answers], theirs: Sequence[Answers]) -> Document:
@@ -124,7 +126,7 @@ class Document:
     def as_json(self) -> dict[str, Any]:
         return {
             "case": "eval",
-            "identity": describe_environment(),
+            "identity": dict(self.identity),
             "results": [score.as_json() for score in self.scores],
             "differences": [difference.as_json() for difference in self.differences],
         }

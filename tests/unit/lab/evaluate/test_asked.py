@@ -128,6 +128,8 @@ def test_a_checkpoint_is_found_from_inside_its_folder_and_is_no_model_of_a_recip
     found = find_policy("step-000004").run
     assert found is not None
     assert found.path == run.run.path
+    with pytest.raises(ConfigError, match=r"(?s)step-000009: the run has no such checkpoint.*step-000004"):
+        find_policy("step-000009")
     with pytest.raises(ConfigError, match=r"(?s)no config.json.*make a model of it: redline export .*step-000004"):
         asked(Policy("x", str(run.run.checkpoints / "step-000004")), "calculator")
 
