@@ -183,6 +183,11 @@ class Dispatcher:
         """Those that score beside the trainer; the buffer's controller decides how many there are."""
         return self._workers.rewards if self._workers else None
 
+    @property
+    def num_sampling_here(self) -> int | None:
+        """Groups that the calling thread of `attempt` still waits for; None where an environment plays them."""
+        return None if self._episodes else self._num_sampling_here
+
     def sampled_tokens(self, index: int) -> list[int]:
         """Tokens that each attempt of a group under way has so far; none where it has not come to the engine yet."""
         with self._changed:

@@ -22,6 +22,7 @@ from redline.kernels.decode.weights_first import (
     serves,
     source,
 )
+from redline.kernels.decoder_steps import add_rms_norm
 
 MODELS = {
     "135m": (576, 1536, 960, 576),
@@ -48,7 +49,7 @@ def test_cuts_find_room_and_leave_no_part_without_work(model: tuple[int, int, in
             assert cut.rows % 8 == 0
             assert rows <= cut.rows < rows + 8
             assert cut.stages >= 2
-            assert cut.shared_bytes <= (SHARED_MEMORY if cut.room == ROOM else SHARED_MEMORY // 2)
+            assert cut.shared_bytes <= (SHARED_MEMORY if cut.room == ROOM else SHARED_MEMORY // 2 - 1024)
             assert 1 <= cut.parts <= 8, "no cluster is larger everywhere"
             assert cut.parts <= -(-inner // 64), "a part without K"
             whole = cut.whole(columns, multiprocessors)
@@ -127,25 +128,40 @@ def test_edges_of_tiles_and_parts_lie_anywhere(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", [5, 16, 64])
 def test_a_chain_of_launches_that_begin_early_waits_where_it_has_to(rows: int) -> None:
-    """Each product reads what the one before it wrote, into memory that is used again."""
+    """Layers as the engine has them, into memory that is used again and again: nothing but launches that let the next begin,
+    some far longer than those behind them. Beside them the same with a launch of torch's between, which waits for all in
+    front of it."""
     torch.manual_seed(0)
-    wide, narrow = numbers(2 * 4864, 896, scale=896**-0.5), numbers(896, 4864, scale=4864**-0.5)
+    wide, narrow = numbers(2 * 18944, 896, scale=896**-0.5), numbers(896, 18944, scale=18944**-0.5)
+    square, gain = numbers(896, 896, scale=896**-0.5), torch.ones(896, device="cuda", dtype=torch.bfloat16)
+    marker = torch.zeros(1, device="cuda")
 
-    def chain(of: Tensor, times: int) -> Tensor:
-        for _ in range(times):
-            of = product(product(of, wide, is_gated=True), narrow) * 4
-        return of
+    def chain(x_BE: Tensor, apart: bool) -> Tensor:
+        def done(result: Tensor) -> Tensor:
+            if apart:
+                marker.add_(1)
+            return result
 
-    starts = [numbers(rows, 896) for _ in range(5)]
-    wanted = [chain(start, 6).clone() for start in starts]
-    torch.cuda.synchronize()
-    x_BK, graph = starts[0].clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain(x_BK, 6)
-    for _ in range(20):
-        for start, end in zip(starts, wanted, strict=True):
-            x_BK.copy_(start)
-            graph.replay()
-            assert torch.equal(found, end)
+        delta: Tensor | None = None
+        for _ in range(6):
+            x_BE, normed = add_rms_norm(x_BE, delta, gain, 1e-6, early=not apart)
+            attended = done(product(done(product(done(normed), square)), square))
+            x_BE, normed = add_rms_norm(x_BE, attended, gain, 1e-6, early=not apart)
+            delta = done(product(done(product(done(normed), wide, is_gated=True)), narrow))
+        return add_rms_norm(x_BE, delta, gain, 1e-6, early=not apart)[1]
+
+    with torch.inference_mode():
+        starts = [numbers(rows, 896) for _ in range(5)]
+        wanted = [chain(start, apart=True).clone() for start in starts]
+        x_BE, graph = starts[0].clone(), torch.cuda.CUDAGraph()
+        chain(x_BE, apart=False)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            found = chain(x_BE, apart=False)
+        for _ in range(50):
+            for start, end in zip(starts, wanted, strict=True):
+                x_BE.copy_(start)
+                graph.replay()
+                assert torch.equal(found, end)

@@ -14,6 +14,7 @@ constexpr int TILE = 64 * TALL;                   // rows of weights; if GATED, 
 constexpr int COLUMNS = GATED ? TILE / 2 : TILE;  // of the result
 constexpr int STAGE = (TILE + ROWS) * LINE;
 constexpr int EIGHTS = ROWS / 8;
+static_assert(STAGES > 1, "a stage is given back one turn after it was read");
 constexpr int MULTIPLYING = 128 * TALL;           // threads
 constexpr int MEETING = PARTS > 1 ? (EIGHTS + PARTS - 1) / PARTS * PARTS * MULTIPLYING * 16 : 0;
 
@@ -171,9 +172,11 @@ extern "C" __global__ __cluster_dims__(1, PARTS, 1) __launch_bounds__(MULTIPLYIN
     if (threadIdx.x == MULTIPLYING) begin_ring(ring.full, ring.empty, STAGES, 4 * TALL);
     if (PARTS > 1) cluster_arrive();
     __syncthreads();
-    if (threadIdx.x == MULTIPLYING) bring(a, ring, share);
     Sums sums = {};
-    if (!brings) {
+    if (brings) {
+        if (threadIdx.x == MULTIPLYING) bring(a, ring, share);
+        __syncwarp();
+    } else {
         multiply_all(sums, ring, share.turns);
         wait_for_launch_in_front();
     }

@@ -136,8 +136,6 @@ def serves(weight: Tensor) -> bool:
 def product(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, is_gated: bool = False) -> Tensor:
     """x · weightᵀ, [B, N]; gated, silu(gate) · up of its two halves, [B, N / 2], without a bias. It begins before the launch in
     front of it has ended, and lets the one behind it begin."""
-    assert x_BK.is_contiguous()
-    assert not is_gated or bias_N is None
     (B, K), N = x_BK.shape, len(weight_NK) // (2 if is_gated else 1)
     multiprocessors = _multiprocessors(x_BK.device)
     return product_as(x_BK, weight_NK, bias_N, cut_of(B, N, K, multiprocessors, is_gated=is_gated))
@@ -146,6 +144,14 @@ def product(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, is
 def product_as(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, cut: Cut) -> Tensor:
     """The same, cut like this."""
     (B, K), N, device = x_BK.shape, len(weight_NK) // (2 if cut.is_gated else 1), x_BK.device.index or 0
+    assert x_BK.is_contiguous()
+    assert 0 < B <= cut.rows
+    assert weight_NK.shape[1] == K
+    if bias_N is not None:
+        assert not cut.is_gated
+        assert bias_N.dtype is x_BK.dtype
+        assert bias_N.shape == (N,)
+        assert bias_N.is_contiguous()
     out_BN = x_BK.new_empty(B, N)
     whole = cut.whole(N, _multiprocessors(x_BK.device))
     arguments = _Arguments(
@@ -160,7 +166,8 @@ def product_as(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, cut: Cut)
 
 
 def _weight_map(weight_NK: Tensor, cut: Cut) -> ctypes.Array[c_uint64]:
-    """Of gate and up eight rows in turn: both numbers of a column end in the same thread."""
+    """Of gate and up eight rows in turn, so that both numbers of a column end in one thread: the map's second stride is its
+    longest."""
     if not cut.is_gated:
         return nvrtc.tensor_map(weight_NK, (64 * cut.tall, INNER))
     N, K = weight_NK.shape

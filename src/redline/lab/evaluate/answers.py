@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from redline.types import Task, Trajectory
 from redline.watch.evaluation import evaluation_row, failures_of
 
 Tell = Callable[[str], None]
+SAYS_EVERY_S = 15.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,7 +69,10 @@ class Answering:
             self._tell(f"{asked.name}: {note}")
         prepare_process(config)
         model, started = self._load(config), time.perf_counter()
-        with _asking(config, model, checked.tasks, self._tell) as (rollouts, tasks):
+        with (
+            _asking(config, model, checked.tasks, self._tell) as (rollouts, tasks),
+            _telling(asked.name, len(tasks), rollouts, self._tell),
+        ):
             attempts = rollouts.evaluate(tasks)
         row = evaluation_row(tasks, attempts, time.perf_counter() - started, config.rollouts.answer_prefix)
         self._say_failures(asked.name, attempts)
@@ -118,6 +123,26 @@ def _asking(config: Config, model: LoadedModel, tasks: LoadedTasks, tell: Tell) 
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _telling(name: str, total: int, rollouts: Dispatcher, tell: Tell) -> Iterator[None]:
+    """Inside, say now and then how far it is."""
+    over, began = threading.Event(), time.perf_counter()
+
+    def say() -> None:
+        while not over.wait(SAYS_EVERY_S):
+            left = rollouts.num_sampling_here
+            how_far = f"{total} questions under way" if left is None else f"{total - left} of {total} questions answered"
+            tell(f"{name}: {how_far} after {time.perf_counter() - began:.0f} s")
+
+    thread = threading.Thread(target=say, name="evaluation progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _wait() -> None:

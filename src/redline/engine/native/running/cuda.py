@@ -423,7 +423,7 @@ def ways_of(decoder: Decoder, cache: KVCache, rotary: Tensor, *, is_alone: bool)
         return []
     one_launch = one_launch_of(decoder, cache, rotary) if is_alone else None
     weights_first = WeightsFirst(decoder) if WeightsFirst.serves(decoder) else None
-    return [way for way in (one_launch, weights_first, FewRows(decoder), SomeRows(decoder)) if way is not None]
+    return [way for way in (one_launch, weights_first, FewRows(decoder), SomeRows(decoder)) if way and way.most_rows]
 
 
 def _lines(chunks: Sequence[Chunk]) -> np.ndarray:

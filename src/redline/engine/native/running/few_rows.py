@@ -64,7 +64,7 @@ class FewRows:
 
 
 def one_launch_of(decoder: Decoder, cache: KVCache, rotary: Tensor) -> one_launch.OneLaunch | None:
-    """The step in one launch; None for a network that it does not serve, or serves more slowly than several."""
+    """The step in one launch; None for a network that it does not serve."""
     spec = decoder.spec
     shape = one_launch.Shape(
         hidden=spec.hidden_size,
@@ -77,7 +77,7 @@ def one_launch_of(decoder: Decoder, cache: KVCache, rotary: Tensor) -> one_launc
         page=cache.block_size,
         head_norms=spec.qk_norm,
     )
-    if not one_launch.most_rows(shape) or not one_launch.serves(shape, cache.blocks.dtype, decoder.embed.device):
+    if not one_launch.serves(shape, cache.blocks.dtype, decoder.embed.device):
         return None
     tensors = [_tensors(layer, *cache.blocks[layer.index]) for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     return one_launch.OneLaunch(shape, tensors, decoder.embed, decoder.norm, decoder.output_weight, rotary, spec.norm_eps)
