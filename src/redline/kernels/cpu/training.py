@@ -33,6 +33,8 @@ def serves(x: Tensor, width: int) -> bool:
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The residual stream after `delta`, and its RMS norm."""
+    if not torch.is_grad_enabled():
+        return _normed(x_TE, delta_TE, weight_E, eps)[:2]
     if delta_TE is None:
         return x_TE, _AddRMSNorm.apply(x_TE, None, weight_E, eps)
     return _AddRMSNorm.apply(x_TE, delta_TE, weight_E, eps)
@@ -40,13 +42,15 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: f
 
 def silu_mul(gate_up_TI: Tensor) -> Tensor:
     """silu(gate) · up, [T, I], from the two side by side, [T, 2 · I]."""
-    return _SiluMul.apply(gate_up_TI)
+    return _SiluMul.apply(gate_up_TI) if torch.is_grad_enabled() else _gated(gate_up_TI.contiguous())
 
 
 def turned_heads(
     heads_TX: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, H, D], keys and values [T, K, D], the first two rotated. cos and sin are [T, 1, D / 2] of `rotary_table`."""
+    if not torch.is_grad_enabled():
+        return _turned(heads_TX, num_heads, num_kv_heads, cos.contiguous(), sin.contiguous())
     return _TurnedHeads.apply(heads_TX, num_heads, num_kv_heads, cos, sin)
 
 
@@ -66,9 +70,38 @@ def _functions() -> Any | None:
 
 def _call(name: str, tensors: tuple[Tensor | None, ...], *sizes: float) -> None:
     """Addresses are all that the C is given: it reads on where a tensor ends, and other types as float32."""
-    assert all(tensor is None or (tensor.is_contiguous() and tensor.dtype is torch.float32) for tensor in tensors)
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    pointers = []
+    for tensor in tensors:
+        assert tensor is None or (tensor.is_contiguous() and tensor.dtype is torch.float32)
+        pointers.append(None if tensor is None else tensor.data_ptr())
     getattr(_functions(), name)(*pointers, *sizes, torch.get_num_threads())
+
+
+def _normed(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, its norm, and the factor of each token."""
+    assert weight_E.shape == x_TE.shape[1:]
+    assert delta_TE is None or delta_TE.shape == x_TE.shape
+    x_TE, delta_TE = x_TE.contiguous(), None if delta_TE is None else delta_TE.contiguous()
+    sum_TE, normed_TE = x_TE if delta_TE is None else torch.empty_like(x_TE), torch.empty_like(x_TE)
+    scale_T = x_TE.new_empty(len(x_TE))
+    _call("add_rms_norm", (x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T), *x_TE.shape, eps)
+    return sum_TE, normed_TE, scale_T
+
+
+def _gated(gate_up_TI: Tensor) -> Tensor:
+    T, both = gate_up_TI.shape
+    out_TI = gate_up_TI.new_empty(T, both // 2)
+    _call("silu_mul", (gate_up_TI, out_TI), T, both // 2)
+    return out_TI
+
+
+def _turned(heads_TX: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    T, D = len(heads_TX), 2 * cos.shape[-1]
+    assert heads_TX.shape == (T, (num_heads + 2 * num_kv_heads) * D)
+    assert cos.shape == sin.shape == (T, 1, D // 2)
+    q_THD, k_TKD, v_TKD = (heads_TX.new_empty(T, number, D) for number in (num_heads, num_kv_heads, num_kv_heads))
+    _call("turn_heads", (heads_TX.contiguous(), q_THD, k_TKD, v_TKD, cos, sin), T, num_heads, num_kv_heads, D, False)
+    return q_THD, k_TKD, v_TKD
 
 
 def _check_once() -> None:
@@ -81,12 +114,7 @@ def _check_once() -> None:
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> Any:
-        assert weight_E.shape == x_TE.shape[1:]
-        assert delta_TE is None or delta_TE.shape == x_TE.shape
-        x_TE, delta_TE = x_TE.contiguous(), None if delta_TE is None else delta_TE.contiguous()
-        sum_TE, normed_TE = x_TE if delta_TE is None else torch.empty_like(x_TE), torch.empty_like(x_TE)
-        scale_T = x_TE.new_empty(len(x_TE))
-        _call("add_rms_norm", (x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T), *x_TE.shape, eps)
+        sum_TE, normed_TE, scale_T = _normed(x_TE, delta_TE, weight_E, eps)
         ctx.save_for_backward(sum_TE, weight_E, scale_T)
         ctx.set_materialize_grads(False)
         return normed_TE if delta_TE is None else (sum_TE, normed_TE)
@@ -108,11 +136,8 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_TI: Tensor) -> Tensor:
         gate_up_TI = gate_up_TI.contiguous()
-        T, both = gate_up_TI.shape
-        out_TI = gate_up_TI.new_empty(T, both // 2)
-        _call("silu_mul", (gate_up_TI, out_TI), T, both // 2)
         ctx.save_for_backward(gate_up_TI)
-        return out_TI
+        return _gated(gate_up_TI)
 
     @staticmethod
     def backward(ctx: Any, grad_out_TI: Tensor) -> Tensor:
@@ -126,16 +151,10 @@ class _SiluMul(torch.autograd.Function):
 class _TurnedHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads_TX: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor, sin: Tensor) -> Any:
-        heads_TX, cos, sin = heads_TX.contiguous(), cos.contiguous(), sin.contiguous()
-        T, D = len(heads_TX), 2 * cos.shape[-1]
-        assert heads_TX.shape == (T, (num_heads + 2 * num_kv_heads) * D)
-        assert cos.shape == sin.shape == (T, 1, D // 2)
-        q_THD, k_TKD, v_TKD = (heads_TX.new_empty(T, number, D) for number in (num_heads, num_kv_heads, num_kv_heads))
-        sizes = (T, num_heads, num_kv_heads, D)
-        _call("turn_heads", (heads_TX, q_THD, k_TKD, v_TKD, cos, sin), *sizes, False)
+        cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        ctx.sizes = sizes
-        return q_THD, k_TKD, v_TKD
+        ctx.sizes = (len(heads_TX), num_heads, num_kv_heads, 2 * cos.shape[-1])
+        return _turned(heads_TX, num_heads, num_kv_heads, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -224,3 +224,20 @@ def _graph(out: Tensor) -> Iterator[Node]:
             seen.add(node)
             yield node
             open_ += [function for function, _ in node.next_functions]
+
+
+def test_without_gradients_the_bits_are_the_same() -> None:
+    torch.manual_seed(0)
+    x_TE, delta_TE, weight_E = torch.randn(7, 48), torch.randn(7, 48), torch.randn(48)
+    heads_TX, angles = torch.randn(7, 4 * D).requires_grad_(), torch.randn(7, 1, D // 2)
+
+    def all_of_them() -> list[Tensor]:
+        normed = training.add_rms_norm(x_TE, delta_TE, weight_E.requires_grad_(), 1e-6)
+        alone = training.add_rms_norm(x_TE, None, weight_E, 1e-6)
+        turned = training.turned_heads(heads_TX, 2, 1, angles.cos(), angles.sin())
+        return [*normed, *alone, training.silu_mul(heads_TX), *turned]
+
+    with torch.no_grad():
+        plain = all_of_them()
+    for one, other in zip(plain, all_of_them(), strict=True):
+        assert torch.equal(one, other)
