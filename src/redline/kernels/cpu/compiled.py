@@ -77,8 +77,13 @@ def library(source: Path, *macros: str) -> ctypes.CDLL | None:
     return None
 
 
+def why_none() -> str | None:
+    """Why C is missing that could be there, and what to do about it; None before anybody asked for some."""
+    return _why_none[0] if _why_none else None
+
+
 def tell_why_none(tell: Callable[[str], None]) -> None:
-    """Tell, once in a process, that C is missing that could be there, and what to do about it."""
+    """Tell that, once in a process."""
     if _why_none and not _told:
         _told.append(_why_none[0])
         tell(f"decode steps take up to three times as long as they could on this CPU: {_why_none[0]}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from redline.kernels.cpu.compiled import tell_why_none, why_none
 from redline.lab.bench import profiled
 from redline.lab.bench.cases import (
     e2e,
@@ -47,11 +49,18 @@ def bench(case: str, settings: BenchSettings, console: Console, profile: Path | 
     profile in there."""
     prepare_process(as_recipe(settings))
     device = torch.device(settings.device)
-    document = Document.of(case, device_name(device), _measure(settings, console))
+    document = _with_what_was_missing(Document.of(case, device_name(device), _measure(settings, console)))
+    tell_why_none(lambda text: console.print(text, soft_wrap=True))
     if profile is not None:
         folder = profile / "profiles" / Path(document.file_name).stem
         console.print(f"profile: {profiled.profile(_once_more(settings), folder, device)}", soft_wrap=True)
     return document
+
+
+def _with_what_was_missing(document: Document) -> Document:
+    """A figure that was measured without the functions in C says so."""
+    why = why_none()
+    return replace(document, identity={**document.identity, "without_c": why}) if why else document
 
 
 def _once_more(settings: BenchSettings) -> Callable[[], object]:

@@ -8,7 +8,11 @@ import json
 import pytest
 from rich.console import Console
 
+from redline.kernels.cpu import compiled
+from redline.kernels.cpu.products import products
+from redline.kernels.cpu.steps import steps_for
 from redline.lab.bench.cases import generate, n_sampling
+from redline.lab.bench.run import bench
 from redline.lab.bench.settings import make_settings
 from redline.lab.evidence.document import Measured
 
@@ -106,3 +110,22 @@ def test_n_sampling_compares_one_request_with_n() -> None:
         assert low <= result.value <= high
         assert len(result.samples) == 6
         assert json.dumps(result.as_json(), allow_nan=False)
+
+
+def test_a_figure_of_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    if products() is None:
+        pytest.skip("no compiler here, or torch computes with other threads")
+    settings = make_settings("generate", [*COMMON, "prompts=2", "prompt_tokens=8", "new_tokens=3", "pairs=1", "peers=none"])
+    assert "without_c" not in bench("generate", settings, Console(file=io.StringIO())).identity
+    for kept in ("_why_none", "_told"):
+        monkeypatch.setattr(compiled, kept, [])
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    forget = (compiled.library, products, steps_for)
+    for asked in forget:
+        asked.cache_clear()
+    console = Console(file=io.StringIO(), width=300)
+    document = bench("generate", settings, console)
+    for asked in forget:
+        asked.cache_clear()
+    assert "install gcc" in document.identity["without_c"]
+    assert console.file.getvalue().count("install gcc") == 1
