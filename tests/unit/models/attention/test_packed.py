@@ -85,6 +85,9 @@ def naive_attention(packing: Packing, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 @example(packing=Packing([5, 3, 3, 3], [-1, 0, 0, 0]), heads=(4, 2, 6), seed=0, scale=1.0)
 @example(packing=Packing([3, 5, 3], [1, -1, 1]), heads=(4, 2, 6), seed=0, scale=1.0)
 @example(packing=Packing([1], [-1]), heads=(1, 1, 4), seed=0, scale=1.0)
+@example(
+    packing=Packing([6, 16, 4, 21, 21, 1, 38, 24, 9], [6, 4, -1, 5, -1, -1, -1, 6, 6]), heads=(4, 2, 6), seed=362880, scale=20.0
+)
 def test_outputs_and_gradients_are_those_of_every_sequence_on_its_own(
     max_scores: int, packing: Packing, heads: tuple[int, int, int], seed: int, scale: float
 ) -> None:
@@ -100,7 +103,9 @@ def test_outputs_and_gradients_are_those_of_every_sequence_on_its_own(
     found.backward(direction)
     expected.backward(direction.double())
     for mine, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad, right.grad, rtol=1e-3, atol=2e-4)
+        # Of sums that cancel, what is off goes by the largest of them: float32 written out is off by 5e-6 of it.
+        largest = float(right.grad.abs().max())
+        torch.testing.assert_close(mine.grad, right.grad, rtol=1e-3, atol=max(2e-4, 3e-5 * largest))
 
 
 @given(packings())
