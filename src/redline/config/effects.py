@@ -76,6 +76,7 @@ ENGINE_KEYS: Mapping[str, tuple[EngineKind, ...]] = {
     "kv_cache_memory_bytes": ("native", "vllm"),
     "speculation": ("native",),
     "record_routing": ("native",),
+    "quantization": ("native",),
 }
 """Keys of `engine` that only some kinds of engine read, and which. Sizes are left out of those that keep them to themselves."""
 OF_TRAINING = ("weights_token_env", "weights_folder", "weights_server")

@@ -20,8 +20,9 @@ from redline.config.paths import (
     runs_beside,
     with_absolute_paths,
 )
+from redline.config.processor import WHOLE_NUMBER_FLAGS, bfloat16_flags, multiplies_in
 from redline.config.schema import Config
-from redline.config.sections.engine import RunEngineConfig
+from redline.config.sections.engine import EngineConfig, RunEngineConfig
 from redline.config.sections.model import ModelConfig
 from redline.config.sections.run import RunConfig
 from redline.config.sections.tasks import FileTask
@@ -37,8 +38,6 @@ SINK_PACKAGES = {
     "opentelemetry": "opentelemetry.exporter.otlp.proto.http",
 }
 """Sink → what its adapter imports; the extra has the sink's name."""
-BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Flags of CPUs that multiply bfloat16 themselves; the last is ARM's."""
 SLOW_BFLOAT16 = (
     "model.dtype = bfloat16: this CPU has no instructions for it; float32 may be many times faster (model.dtype=auto)"
 )
@@ -76,6 +75,7 @@ def resolve(config: Config) -> Resolved:
     config, reasons = fill_algorithm(config)
     check_algorithm(config)
     run, model, of_machine, warnings = _of_machine(config.run, config.model)
+    _check_quantization(config.engine, run.device)
     reasons |= of_machine
     recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(config.trainer, model.dtype)
     schedule, reasons["trainer.schedule.decay_steps"] = _schedule(config)
@@ -101,6 +101,7 @@ def resolve_engine(recipe: EngineRecipe) -> ResolvedEngine:
     """Replace every `auto`, and refuse what cannot run here."""
     _check_model(recipe.model.path)
     run, model, _, warnings = _of_machine(recipe.run, recipe.model)
+    _check_quantization(recipe.engine, run.device)
     return ResolvedEngine(recipe.model_copy(update={"run": run, "model": model}), warnings)
 
 
@@ -117,6 +118,17 @@ def _of_machine(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelCon
         reasons,
         tuple(filter(None, [SLOW_BFLOAT16 if slow else "", too_many])),
     )
+
+
+def _check_quantization(engine: EngineConfig, device: str) -> None:
+    kind = engine.quantization
+    if kind == "none":
+        return
+    if device != "cpu":
+        raise ConfigError(f"engine.quantization = {kind}: it is for CPUs, and the run is on {device}", "leave it out")
+    if not multiplies_in(kind):
+        flags = ", ".join(WHOLE_NUMBER_FLAGS[kind])
+        raise ConfigError(f"engine.quantization = {kind}: this CPU has none of {flags}; it would be slower", "leave it out")
 
 
 def _check_paths(config: Config) -> None:
@@ -249,13 +261,6 @@ def _dtype(asked: str, device: str) -> tuple[str, str]:
     return (
         ("bfloat16", f"auto: this CPU has {found[0]}") if found else ("float32", "auto: this CPU has no bfloat16 instructions")
     )
-
-
-def bfloat16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """What this CPU has of `BFLOAT16_FLAGS`."""
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return [flag for flag in BFLOAT16_FLAGS if flag in flags]
 
 
 def _threads(asked: int | None) -> tuple[int, str, str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from redline.addresses import fits_header
 from redline.config import Config, EngineRecipe
 from redline.config.installation import how_to_install
-from redline.config.resolve import bfloat16_flags
+from redline.config.processor import bfloat16_flags
 from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.openai_server import OpenAIServerEngine
 from redline.engine.adapters.pushed_weights import PushedWeights

@@ -166,6 +166,8 @@ class Decoder(nn.Module):
         self.embed = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(spec.num_layers))
         self.norm = nn.Parameter(torch.ones(spec.hidden_size))
+        self.head: nn.Module | None = None
+        """What multiplies in the place of `output_weight`; None where that does."""
         self.lm_head = None if spec.tied_embeddings else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.rotary_frequencies: Tensor
         self.register_buffer("rotary_frequencies", rotary_frequencies, persistent=False)
@@ -245,6 +247,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""
+        if self.head is not None:
+            return self.head(hidden_ME)
         return few_rows.linear(hidden_ME, self.output_weight).contiguous()
 
 

@@ -16,7 +16,7 @@ from redline.config.changes import changes
 from redline.config.elsewhere import ELSEWHERE
 from redline.config.load import make_config, read_recorded
 from redline.config.problems import locate
-from redline.config.resolve import bfloat16_flags
+from redline.config.processor import bfloat16_flags
 from redline.config.sections.tasks import FileTask, ImportTask
 from redline.config.sections.telemetry import TelemetryConfig
 from redline.errors import ConfigError

@@ -30,6 +30,7 @@ from redline.engine.native.in_flight import InFlight
 from redline.engine.native.launcher import Launcher
 from redline.engine.native.look_ahead import LookAhead
 from redline.engine.native.lora import Adapters, LoraCounts, Source
+from redline.engine.native.quantized import QuantizedCopy
 from redline.engine.native.running.cpu import CpuRunner
 from redline.engine.native.running.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.native.running.replay import Replay
@@ -124,6 +125,7 @@ class NativeEngine:
             runner,
             is_one_of_several=ranks is not None,
         )
+        self._quantized: QuantizedCopy | None = None
         self._runner: Runner | None = self._make_runner()
         self._offloaded: OffloadedWeights | None = None
         self.limits = self._make_limits(has_tokenizer=tokenizer is not None)
@@ -151,7 +153,11 @@ class NativeEngine:
         cache = KVCache(spec, num_blocks, self._block_size, weight.device, weight.dtype, routing=self._routing)
         rows = DeviceRows(self._config.max_num_seqs, self._max_blocks, spec.vocab_size, weight.device)
         rows.share_samples = self._ranks.share_samples if self._ranks else None
-        runner = CpuRunner.of(self.decoder, cache, rows) or Runner(self.decoder, cache, rows)
+        network = self.decoder
+        if self._config.quantization != "none":
+            self._quantized = QuantizedCopy(self.decoder, self._config.quantization)
+            network = self._quantized.network
+        runner = CpuRunner.of(network, cache, rows) or Runner(network, cache, rows)
         if kernels_serve(weight):
             from redline.engine.native.running import cuda
 
@@ -258,6 +264,8 @@ class NativeEngine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Advance every request as far as one step goes; what came out of it, and of the steps before it."""
+        if self._quantized is not None:
+            self._quantized.renew()
         began, ahead = time.perf_counter(), self._look_ahead.decide(self.version)
         num_steps, before = ahead.num_steps, len(self._in_flight)
         if not self._scheduler.can_grow(num_steps):
@@ -308,11 +316,13 @@ class NativeEngine:
 
     @torch.inference_mode()
     def apply(self, update: WeightUpdate) -> None:
-        """The weights are the trainer's own storage: there is nothing to move, only a version to note. Blocks of the old
-        version are found by it alone, and used anew before others; sequences under way go on, and their blocks are not offered
-        to others."""
+        """The weights are the trainer's own storage: there is nothing to move, only a version to note; a copy in whole numbers
+        is made anew before the next step. Blocks of the old version are found by it alone, and used anew before others;
+        sequences under way go on, and their blocks are not offered to others."""
         self._in_flight.collect(0, self.version)
         self.version = update.version
+        if self._quantized is not None:
+            self._quantized.forget()
         self._pool.age()
         self._kv_blocks_peak_before, self._kv_blocks_peak = self._kv_blocks_peak, self._pool.num_used
         for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
@@ -329,7 +339,7 @@ class NativeEngine:
         self._in_flight.collect(0, self.version)
         self._scheduler.suspend()
         self._under_way.leave_all()
-        freed, self._runner = self._runner.cache.bytes, None
+        freed, self._runner, self._quantized = self._runner.cache.bytes, None, None
         self._offloaded = OffloadedWeights(self.decoder) if weights else None
         if self.decoder.output_weight.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -394,4 +404,5 @@ class NativeEngine:
             return {"kv_cache": 0}
         blocks, whole = runner.cache.blocks, runner.cache.bytes
         used = whole // runner.cache.num_blocks * (1 + self._pool.num_touched)
-        return {"kv_cache": used if blocks.device.type == "cpu" else whole}
+        quantized = {"quantized_weights": self._quantized.bytes} if self._quantized is not None else {}
+        return {"kv_cache": used if blocks.device.type == "cpu" else whole, **quantized}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from redline.kernels.cpu.compiled import library
 from redline.kernels.cpu.products import Products
+from redline.kernels.cpu.quantized import QuantizedProducts
 
 SOURCE = Path(__file__).with_suffix(".c")
 LANES = 16
@@ -108,27 +109,28 @@ class Steps:
 
     def hidden(
         self,
-        products: Products,
+        products: Products | QuantizedProducts,
         layers: Sequence[Layer],
         norm_E: Tensor,
         x_TE: Tensor,
         places: tuple[Tensor, Tensor, Tensor],
         rotary: Tensor,
         norm_eps: float,
+        sizes: tuple[int, int],
     ) -> Tensor:
         """[T, E]: the network from the embedded tokens, which are used up, to its last norm, in float32. `places` are
-        positions, lines and tables as of `attend`."""
-        (T, E), (_, block, K, D), one = x_TE.shape, layers[0].keys.shape, layers[0]
-        attended, inner = one.o.shape[1], one.down.shape[1]
+        positions, lines and tables as of `attend`, `sizes` the query heads and the MLP's inner numbers. The weights of `layers`
+        are what `products` takes."""
+        (T, E), (_, block, K, D), (H, inner) = x_TE.shape, layers[0].keys.shape, sizes
         normed_TE = torch.empty_like(x_TE)
-        scratch = x_TE.new_empty(T * (E + len(one.qkv) + attended + 3 * inner))
+        scratch = x_TE.new_empty(T * (E + (H + 2 * K) * D + H * D + 3 * inner))
         pointers = [pointer for layer in layers for pointer in _pointers(*layer)]
         self._compiled.hidden(  # type: ignore[attr-defined]
             products.address,
             (c_void_p * len(pointers))(*pointers),
             len(layers),
             *_pointers(norm_E, x_TE, normed_TE, scratch, rotary, *places),
-            *(T, E, inner, attended // D, K, block, places[2].shape[1], rotary.shape[1]),
+            *(T, E, inner, H, K, block, places[2].shape[1], rotary.shape[1]),
             *(norm_eps, D**-0.5, torch.get_num_threads()),
         )
         return normed_TE

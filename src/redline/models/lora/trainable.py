@@ -97,8 +97,12 @@ class AdaptedLinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.zeros(sum(r.stop - r.start for r in rows.values()), config.rank, device=device))
 
     def forward(self, x_TI: Tensor) -> Tensor:
+        return self.add(x_TI, super().forward(x_TI))
+
+    def add(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
+        """The linear layer's `y`, which is used up, and what the adapter adds to it."""
         inner_TC = F.linear(x_TI, self.lora_a)
-        return _AddLowRank.apply(super().forward(x_TI), inner_TC, self.lora_b, tuple(self.rows.values()), self.scale)
+        return _AddLowRank.apply(y_TO, inner_TC, self.lora_b, tuple(self.rows.values()), self.scale)
 
     def parts(self, a_CI: Tensor, b_PR: Tensor) -> Iterator[tuple[str, slice, Tensor, Tensor]]:
         """Projection, its rows of the output, its A [R, I] and its B [rows, R]: views of the stacked ones."""

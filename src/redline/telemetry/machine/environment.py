@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 import redline
-from redline.config.resolve import bfloat16_flags
+from redline.config.processor import bfloat16_flags
 from redline.config.user_cache import user_home
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "safetensors")

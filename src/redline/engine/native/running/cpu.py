@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from redline.engine.native.cache.attention import Runs
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.paged_attention import PagedAttention
+from redline.engine.native.quantized import QuantizedLinear
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.runner import Runner
-from redline.kernels.cpu.products import MOST_ROWS, products
+from redline.kernels.cpu.products import MOST_ROWS, Products, products
+from redline.kernels.cpu.quantized import QuantizedProducts
 from redline.kernels.cpu.steps import LANES, Layer, Steps, steps_for
 from redline.models.decoder import AnyAttend, Decoder, DecoderLayer
 from redline.models.files.hf import AnyDecoder
-from redline.models.layers import few_rows
 from redline.models.layers.rope import rotary_table
+from redline.models.lora.per_token import project
 
 
 class CpuRunner(Runner):
@@ -40,7 +42,7 @@ class CpuRunner(Runner):
     @property
     def _is_plain(self) -> bool:
         """Asked at every step: an adapter to train may stand beside a projection since the last one."""
-        return self._may_be_plain and all(layer.is_whole for layer in self._network.layers)
+        return self._may_be_plain and all(layer.is_whole or _is_quantized(layer) for layer in self._network.layers)
 
     @classmethod
     def of(cls, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> CpuRunner | None:
@@ -72,19 +74,23 @@ class CpuRunner(Runner):
         """As `Decoder.forward` does it."""
         x_TE = F.embedding(tokens_T, self._network.embed)
         assert x_TE.dtype is self.cache.blocks.dtype, "the network computes in another dtype since the engine was made"
-        own = products() if x_TE.dtype is torch.float32 and len(x_TE) <= MOST_ROWS else None
+        own = self._products() if x_TE.dtype is torch.float32 and len(x_TE) <= MOST_ROWS else None
         if own is None:
             return self._layer_by_layer(x_TE, attend)
-        layers = [self._parts(layer) for layer in self._network.layers]
-        return self._steps.hidden(
-            own, layers, self._network.norm, x_TE, attend.places, self._rotary, self._network.spec.norm_eps
-        )
+        layers, spec = [self._parts(layer) for layer in self._network.layers], self._network.spec
+        sizes = spec.num_heads, spec.intermediate_size
+        return self._steps.hidden(own, layers, self._network.norm, x_TE, attend.places, self._rotary, spec.norm_eps, sizes)
+
+    def _products(self) -> Products | QuantizedProducts | None:
+        """What multiplies by the weights of `_parts`."""
+        head = self._network.head
+        return head.products if isinstance(head, QuantizedLinear) else products()
 
     def _parts(self, layer: nn.Module) -> Layer:
         assert isinstance(layer, DecoderLayer)
         qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
-        attention = (layer.attn_norm, qkv.weight, qkv.bias, layer.q_norm, layer.k_norm, o.weight, o.bias)
-        mlp = (layer.mlp_norm, gate_up.weight, gate_up.bias, down.weight, down.bias)
+        attention = (layer.attn_norm, _weight(qkv), qkv.bias, layer.q_norm, layer.k_norm, _weight(o), o.bias)
+        mlp = (layer.mlp_norm, _weight(gate_up), gate_up.bias, _weight(down), down.bias)
         return Layer(*attention, *mlp, *self.cache.blocks[layer.index])
 
     def _layer_by_layer(self, x_TE: Tensor, attend: PagedAttention) -> Tensor:
@@ -100,5 +106,15 @@ class CpuRunner(Runner):
         return norm(x_TE, delta_TE, decoder.norm, eps)[1]
 
 
-def _product(x_TI: Tensor, by: nn.Linear) -> Tensor:
-    return few_rows.linear(x_TI, by.weight, by.bias).contiguous()
+def _product(x_TI: Tensor, by: nn.Module) -> Tensor:
+    return project(by, x_TI, None).contiguous()  # type: ignore[arg-type]
+
+
+def _weight(of: nn.Module) -> Tensor:
+    return of.packed if isinstance(of, QuantizedLinear) else of.weight  # type: ignore[return-value]
+
+
+def _is_quantized(layer: nn.Module) -> bool:
+    """Whether a layer is in whole numbers, with no adapter beside it."""
+    linears = layer._modules.values()  # as `DecoderLayer.is_whole` asks
+    return all(type(linear) is QuantizedLinear and type(linear.source) is nn.Linear for linear in linears)
