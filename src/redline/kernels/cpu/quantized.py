@@ -17,7 +17,10 @@ from torch import Tensor
 from redline.kernels.cpu.compiled import library
 
 SOURCE = Path(__file__).with_suffix(".c")
-BITS = {"int8": 8, "int16": 16}
+WHOLE_BYTES = {"int8": 1, "int16": 2}
+"""Of a number, by the name of the type."""
+GROUP = 64
+"""Numbers with a scale in common; `quantized.c`'s."""
 LINE = 16
 """Numbers that rows are multiples of."""
 ALIGNED = 64
@@ -26,7 +29,7 @@ ALIGNED = 64
 @cache
 def quantized_products(quantization: str) -> QuantizedProducts | None:
     """The products of `int8` or `int16`; None where they cannot be compiled. Compiles them when they are first asked for."""
-    compiled = library(SOURCE, f"-DBITS={BITS[quantization]}")
+    compiled = library(SOURCE, f"-DBITS={8 * WHOLE_BYTES[quantization]}")
     return None if compiled is None else QuantizedProducts(compiled)
 
 

@@ -91,7 +91,7 @@ class Load:
 def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
     """All prompts. The head is needed for the last token of each only, and a token sees half of the prompt on average."""
     p = load.prompt_tokens
-    flops = load.prompts * (2 * cost.body_params * p + 2 * cost.head_params + cost.attention_flops * p * p / 2)
+    flops = load.prompts * (cost.product_flops(p, 1) + cost.attention_flops * p * p / 2)
     return max(flops / machine.flops, cost.weight_bytes(load.prompts * p) / machine.bandwidth)
 
 
@@ -99,7 +99,7 @@ def step_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
     """One decode step of as many rows as there are on average, at their mean context."""
     cached = load.rows * (load.prompt_tokens / load.n + load.new_tokens_so_far)
     moved = cost.weight_bytes(load.rows) + cached * cost.kv_bytes_per_token
-    flops = load.rows * (2 * (cost.body_params + cost.head_params) + cost.attention_flops * load.context)
+    flops = load.rows * (cost.product_flops(1, 1) + cost.attention_flops * load.context)
     return max(moved / machine.bandwidth, flops / machine.flops)
 
 
@@ -112,9 +112,13 @@ def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
         f" {load.steps:,.0f} steps of {step * 1e3:.3g} ms at batch {load.rows:.4g} and mean context {load.context:.0f}"
         f" (weights {cost.weight_bytes(load.rows) / 1e9:.3g} GB, keys and values {cost.kv_bytes_per_token:,} bytes per token,"
         " read once;"
-        f" 2 · parameters + attention operations per token); {machine.how}"
+        f" 2 · parameters + attention operations per token{_whole_numbers(cost)}); {machine.how}"
     )
     return Bound(load.tokens / (prefill + load.steps * step), why)
+
+
+def _whole_numbers(cost: NetworkCost) -> str:
+    return "" if cost.product_rate == 1 else f", products by weights {cost.product_rate:g} times as fast in whole numbers"
 
 
 def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:

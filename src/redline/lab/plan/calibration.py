@@ -141,7 +141,9 @@ def read_observations(device: Device, folder: Path, dtype: str = "bfloat16") -> 
     for path in sorted(path for place in _folders(device, folder) for path in place.glob("*.json")):
         document = json.loads(path.read_text())
         read = READERS.get(document.get("case", ""))
-        if read is not None and (device.is_gpu or (document := _in_dtype(document, dtype))):
+        if read is None or _samples_in_whole_numbers(document):
+            continue
+        if device.is_gpu or (document := _in_dtype(document, dtype)):
             found += read(document, device, path.stem)
     return found
 
@@ -149,6 +151,11 @@ def read_observations(device: Device, folder: Path, dtype: str = "bfloat16") -> 
 def _folders(device: Device, folder: Path) -> list[Path]:
     """Where results of a device are: those of other processors are beside those of `cpu`."""
     return [folder / device.name] if device.is_gpu else [folder / device.name, *folder.glob(f"{device.name}-*")]
+
+
+def _samples_in_whole_numbers(document: Mapping[str, Any]) -> bool:
+    engine = document["identity"].get("config", {}).get("engine") or {}
+    return engine.get("quantization", "none") != "none"
 
 
 def _in_dtype(document: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from redline.lab.plan.setup import Setup
+from redline.models.sizes.flops import quantized_bytes
 from redline.models.sizes.memory import (
     FLOAT32,
     LayerBytes,
@@ -41,6 +42,10 @@ def held_terms(setup: Setup) -> dict[str, int]:
     terms = {"weights": own.weights, "masters": own.masters, "moments": own.moments}
     if not setup.engine_shares_weights:
         terms["engine weights"] = size * setup.model.parameters // setup.tensor_parallel_size
+    if config.engine.quantization != "none":
+        looked_up = 0 if setup.model.tied else setup.model.head_parameters  # as many as the embedding has
+        quantized = quantized_bytes(config.engine.quantization) * (setup.model.parameters - looked_up)
+        terms["engine weights in whole numbers"] = int(quantized)
     if config.needs_reference and not config.trainer.lora.rank and not config.trainer.reference_offload:
         terms["reference"] = -(-size * setup.own_parameters // setup.shards)  # divided as the policy is
     if config.needs_critic:

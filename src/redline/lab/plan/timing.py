@@ -87,7 +87,7 @@ def network_cost(model: Model, dtype: torch.dtype) -> NetworkCost:
 
 def prompt_cost(cost: NetworkCost, layers: int, prompts: float, tokens: float, batched: int, rates: Rates) -> Cost:
     """Each prompt once, `batched` tokens at a time."""
-    flops = prompts * (2 * cost.body_params * tokens + 2 * cost.head_params + cost.attention_flops * tokens * tokens / 2)
+    flops = prompts * (cost.product_flops(tokens, 1) + cost.attention_flops * tokens * tokens / 2)
     passes = max(1, math.ceil(prompts * tokens / batched))
     weights = passes * cost.weight_bytes(prompts * tokens / passes)
     return Cost(products=flops / rates.flops, memory=weights / rates.bandwidth, layers=passes * layers)
@@ -100,7 +100,7 @@ def read_context(prompt_tokens: float, new_tokens: float, n: int) -> float:
 
 def decode_cost(cost: NetworkCost, layers: int, vocabulary: int, batch: float, context: float, rates: Rates) -> Cost:
     """One step of so many sequences, each of which reads the keys and values of so many tokens."""
-    products = 2 * batch * (cost.body_params + cost.head_params) / rates.flops
+    products = batch * cost.product_flops(1, 1) / rates.flops
     weights = cost.weight_bytes(batch) / rates.bandwidth
     logits = 2 * batch * vocabulary * cost.bytes_per_param
     others = (batch * context * cost.kv_bytes_per_token + logits) / rates.bandwidth
@@ -112,8 +112,8 @@ def generation_cost(setup: Setup, rates: Rates) -> Cost:
     """All attempts of a step, on the engine that has the most of them."""
     tp = setup.tensor_parallel_size
     work = setup.work.share(max(1, setup.gpus // tp))
-    cost, shape = network_cost(setup.model, setup.dtype), setup.model.shape
-    engine = setup.config.engine
+    engine, shape = setup.config.engine, setup.model.shape
+    cost = network_cost(setup.model, setup.dtype).quantized(engine.quantization, setup.dtype)
     rows = min(work.sequences, engine.max_num_seqs)
     turns = work.sequences / rows
     # Those that end early leave their rows empty: the batch falls from all to none between the mean and the longest.

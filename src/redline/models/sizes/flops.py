@@ -11,13 +11,21 @@ peak) is about progress, not about being busy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from redline.config.sections.engine import Quantization
+from redline.kernels.cpu.quantized import GROUP, WHOLE_BYTES
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
 from redline.models.sizes.memory import expert_share, idle_parameters
+
+
+def quantized_bytes(quantization: Quantization) -> float:
+    """Bytes of a parameter in whole numbers, its part of a group's scale included."""
+    return WHOLE_BYTES[quantization] + torch.float32.itemsize / GROUP
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +48,10 @@ class NetworkCost:
     """Parameters of experts that a token does not go to."""
     expert_share: float = 1.0
     """Experts that a token goes to, over all experts of a layer."""
+    product_rate: float = 1.0
+    """Products by weights that a processor does in the time of one in the compute dtype."""
+    quantized_bytes: float = 0.0
+    """Bytes of a parameter where products are those of whole numbers; else 0."""
 
     @classmethod
     def of(cls, decoder: AnyDecoder) -> NetworkCost:
@@ -62,12 +74,27 @@ class NetworkCost:
             expert_share=expert_share(shape),
         )
 
+    def quantized(self, quantization: Quantization, dtype: torch.dtype) -> NetworkCost:
+        """What the network costs where it is sampled in whole numbers (`engine.quantization`). A processor adds as many
+        products of them at once as fit the bits of one in float32; beside other types nothing is taken for granted."""
+        if quantization == "none":
+            return self
+        rate = torch.float32.itemsize / WHOLE_BYTES[quantization] if dtype is torch.float32 else 1.0
+        return replace(self, quantized_bytes=quantized_bytes(quantization), product_rate=rate)
+
+    def product_flops(self, tokens: float, sampled: float) -> float:
+        """Operations of the products by weights for so many tokens, after some of which something is sampled: as many as take
+        as long in the compute dtype."""
+        return 2 * (self.body_params * tokens + self.head_params * sampled) / self.product_rate
+
     def weight_bytes(self, tokens: float) -> int:
         """Bytes that a step of so many tokens reads: of the experts, those that the tokens go to between them if all are as
         likely, 1 - (1 - share) ^ tokens of them. The embedding is looked up, not read, unless it is the head as well."""
         idle = 1 - self.expert_share
         reached = (idle - idle ** max(1.0, tokens)) / idle if idle else 0.0
-        return int((self.body_params + reached * self.idle_params + self.head_params) * self.bytes_per_param)
+        return int(
+            (self.body_params + reached * self.idle_params + self.head_params) * (self.quantized_bytes or self.bytes_per_param)
+        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -87,11 +87,15 @@ class Clock:
             self.training_flops.append(step.report.flops)
 
 
+def sampling_cost(stages: Stages, config: Config) -> NetworkCost:
+    return NetworkCost.of(stages.model.decoder).quantized(config.engine.quantization, getattr(torch, config.model.dtype))
+
+
 def sampling_flops(cost: NetworkCost, groups: Sequence[TrajectoryGroup]) -> float:
     """Products of every prompt once and of every sampled token; what attention adds is little at such lengths."""
     prompt_tokens = sum(int((~group.trajectories[0].loss_mask).sum()) for group in groups)
     new_tokens = sum(t.num_completion_tokens for group in groups for t in group.trajectories)
-    return 2.0 * cost.body_params * (prompt_tokens + new_tokens) + 2.0 * cost.head_params * new_tokens
+    return cost.product_flops(prompt_tokens + new_tokens, new_tokens)
 
 
 @dataclass(slots=True, frozen=True)
@@ -177,7 +181,7 @@ def run_loop(config: Config, skip: int, steps: int, draws_lengths: bool = False)
     prepare_process(config)
     recorder = Recorder(keep_spans=False)
     with recording(recorder), scratch_stages(config, around) as stages:
-        clock = Clock(skip, NetworkCost.of(stages.model.decoder), stages.buffer_metrics)
+        clock = Clock(skip, sampling_cost(stages, config), stages.buffer_metrics)
         before = _until(stages, clock, skip, recorder)
         after = _until(stages, clock, skip + steps, recorder)
     clock.buffer_metrics = dict  # it holds the stages

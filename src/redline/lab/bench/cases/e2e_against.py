@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from redline.config import Config
-from redline.lab.bench.cases.e2e import LOCKSTEP, price_of, recipe, sample_results, sampling_flops, work_result
+from redline.lab.bench.cases.e2e import LOCKSTEP, price_of, recipe, sample_results, sampling_cost, sampling_flops, work_result
 from redline.lab.bench.settings import E2ESettings
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
@@ -32,7 +32,6 @@ from redline.launch.process import prepare_process
 from redline.launch.stages import Stages
 from redline.models.files.hf import load_tokenizer
 from redline.models.files.sources import model_folder
-from redline.models.sizes.flops import NetworkCost
 from redline.rollouts import Chat, make_task_source
 from redline.telemetry import Recorder, recording
 from redline.watch.rows import FinishedStep
@@ -64,9 +63,9 @@ Rounds = Sequence[Mapping[str, SteppedRun]]
 class OwnSide:
     """Our loop, a step at a time."""
 
-    def __init__(self, stages: Stages, recorder: Recorder, device: torch.device) -> None:
-        self._stages, self._recorder, self._device = stages, recorder, device
-        self._cost = NetworkCost.of(stages.model.decoder)
+    def __init__(self, stages: Stages, recorder: Recorder, config: Config) -> None:
+        self._stages, self._recorder, self._device = stages, recorder, torch.device(config.run.device)
+        self._cost = sampling_cost(stages, config)
 
     def step(self) -> SteppedRun:
         finished: list[FinishedStep] = []
@@ -130,7 +129,7 @@ def _own_side(config: Config) -> Iterator[OwnSide]:
     prepare_process(config)
     recorder = Recorder(keep_spans=False)
     with recording(recorder), scratch_stages(config) as stages:
-        yield OwnSide(stages, recorder, torch.device(config.run.device))
+        yield OwnSide(stages, recorder, config)
 
 
 @contextmanager

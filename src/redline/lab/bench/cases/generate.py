@@ -108,7 +108,8 @@ def measure(settings: GenerateSettings, console: Console) -> Measured:
 
         runs = {name: _rounds_of(side, workload) for name, side in contest.sides.items()}
         rounds = interleave(runs, settings.pairs, settings.seed, tell)
-    results = _results(rounds, contest, network, workload.load(fitted.max_num_seqs), machine)
+    cost = roofline.NetworkCost.of(network.decoder).quantized(fitted.quantization, dtype)
+    results = _results(rounds, contest, network, workload.load(fitted.max_num_seqs), machine, cost)
     if isinstance(engine, NativeEngine):  # others keep to themselves how large theirs is
         results.append(_kv_cache(engine, fitted, workload.load(fitted.max_num_seqs)))
     return Measured(settings.model_copy(update={"engine": fitted}), results, contest.versions, contest.warm_ups)
@@ -135,8 +136,14 @@ def _rounds_of(side: Side, workload: Workload) -> Callable[[int], Run]:
 # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _results(rounds: Rounds, contest: Contest, network: Network, load: roofline.Load, machine: Machine) -> list[Result]:
-    cost = roofline.NetworkCost.of(network.decoder)
+def _results(
+    rounds: Rounds,
+    contest: Contest,
+    network: Network,
+    load: roofline.Load,
+    machine: Machine,
+    cost: roofline.NetworkCost,
+) -> list[Result]:
     bound = roofline.throughput_bound(cost, load, machine)
     opponents: list[str | None] = [*contest.peers] or [None]
     peer = next((name for name in contest.peers if rounds[0][name].inter_token_s.size), None)

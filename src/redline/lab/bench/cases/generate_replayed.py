@@ -156,7 +156,8 @@ def measure(settings: GenerateSettings, lengths_P: np.ndarray, console: Console)
         for mode in MODES
     }
     load = roofline.Load(settings.prompts, float(prompt_tokens), 1, settings.new_tokens, fitted.max_num_seqs, lengths_P)
-    bound = roofline.throughput_bound(roofline.NetworkCost.of(network.decoder), load, machine)
+    cost = roofline.NetworkCost.of(network.decoder).quantized(fitted.quantization, dtype)
+    bound = roofline.throughput_bound(cost, load, machine)
     results = []
     for name, source in (("recorded texts", attempts), ("texts that do not repeat", None)):
         texts = Texts(settings, lengths_P, network.decoder.spec.vocab_size, source)

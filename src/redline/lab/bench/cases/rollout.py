@@ -37,6 +37,7 @@ from redline.launch.engines import engine_of
 from redline.launch.models import load_policy
 from redline.launch.preflight import check_inputs, load_tasks
 from redline.launch.process import prepare_process
+from redline.models.files.hf import AnyDecoder
 from redline.models.sizes.flops import NetworkCost
 from redline.rollouts import Dispatcher
 from redline.runs import Run
@@ -173,7 +174,7 @@ def measure(settings: RolloutSettings, console: Console) -> Measured:
             "max_new_tokens": config.rollouts.max_new_tokens,
         }
     )
-    return Measured(used, _results(runs, config, NetworkCost.of(stage.decoder), machine), warm_ups={OURS: warm})
+    return Measured(used, _results(runs, config, _cost(stage.decoder, config), machine), warm_ups={OURS: warm})
 
 
 def recipe_of(settings: RolloutSettings) -> Config:
@@ -214,6 +215,10 @@ def _refuse_conversations(run: Path, recipe: Mapping[str, Any]) -> None:
 
 
 # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _cost(decoder: AnyDecoder, config: Config) -> NetworkCost:
+    return NetworkCost.of(decoder).quantized(config.engine.quantization, getattr(torch, config.model.dtype))
 
 
 def _results(runs: Sequence[RolloutRun], config: Config, cost: NetworkCost, machine: Machine) -> list[Result]:
