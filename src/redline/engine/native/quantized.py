@@ -110,10 +110,10 @@ def products_of(quantization: Quantization) -> QuantizedProducts:
     return products
 
 
-def check_shape(shape: ModelShape) -> None:
-    """Raise `ModelError` for a network that has no copy in whole numbers."""
+def check_shape(shape: ModelShape | None) -> None:
+    """Raise `ModelError` for a network that has no copy in whole numbers; None is one that redline does not run itself."""
     if not isinstance(shape, DecoderSpec):
-        raise ModelError(f"{KEY}: model family {shape.family!r} runs on transformers' layers", HINT)
+        raise ModelError(f"{KEY}: the model runs on transformers' layers, which multiply as they do", HINT)
     if shape.experts is not None:
         raise ModelError(f"{KEY}: model family {shape.family!r} has experts, whose products it does not know", HINT)
     sizes = (shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size)

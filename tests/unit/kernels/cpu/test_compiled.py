@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from support.forks import FORKS
 
-from redline.kernels.cpu import compiled, draws, products, steps, training
+from redline.config.processor import multiplies_in
+from redline.kernels.cpu import compiled, draws, products, quantized, steps, training
 from redline.kernels.cpu.compiled import FLAGS
 
 NAMES = ("gcc", *(f"gcc-{version}" for version in range(9, 17)))
@@ -25,6 +26,7 @@ SOURCES = {
     "draws": [draws.SOURCE],
     "training": [training.SOURCE],
     "steps, float32": [steps.SOURCE, "-DD=64", "-DBFLOAT16=0"],
+    "quantized": [quantized.SOURCE, "-DBITS=16" if platform.machine() == "x86_64" else "-DBITS=8"],
     "steps, bfloat16": [steps.SOURCE, "-DD=96", "-DBFLOAT16=1"],
 }
 VECTORS = [(), ("-mno-avx512f",), ("-mno-avx",)] if platform.machine() == "x86_64" else [()]
@@ -34,6 +36,8 @@ VECTORS = [(), ("-mno-avx512f",), ("-mno-avx",)] if platform.machine() == "x86_6
 @pytest.mark.parametrize("vectors", VECTORS, ids=str)
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_compiles_it_without_a_warning(compiler: str, vectors: tuple[str, ...], source: str, tmp_path: Path) -> None:
+    if source == "quantized" and (vectors == ("-mno-avx",) or not multiplies_in("int8")):
+        pytest.skip("there is no instruction for it")
     warned = ("-Wall", "-Wextra", "-Werror")
     made = subprocess.run(
         [compiler, *FLAGS, *warned, *vectors, *SOURCES[source], "-c", "-o", tmp_path / "compiled.o"],

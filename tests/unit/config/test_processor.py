@@ -1,0 +1,67 @@
+"""What CPUs are taken to have, by the flags that Linux shows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from redline.config import EngineRecipe
+from redline.config.load import validate_engine
+from redline.config.processor import multiplies_in
+from redline.config.resolve import resolve_engine
+from redline.config.sections.engine import ServedEngineConfig
+from redline.errors import ConfigError
+
+CASCADE_LAKE = "flags\t\t: fpu sse2 avx2 avx512f avx512bw avx512_vnni"
+ALDER_LAKE = "flags\t\t: fpu sse2 avx2 avx_vnni"
+HASWELL = "flags\t\t: fpu sse2 avx2 fma"
+NEOVERSE_N1 = "Features\t: fp asimd asimdhp asimddp"
+CORTEX_A72 = "Features\t: fp asimd"
+
+
+@pytest.mark.parametrize(
+    ("line", "int8", "int16"),
+    [
+        (CASCADE_LAKE, True, True),
+        (ALDER_LAKE, True, True),
+        (HASWELL, False, True),
+        (NEOVERSE_N1, True, False),
+        (CORTEX_A72, False, False),
+    ],
+)
+def test_a_cpu_that_multiplies_whole_numbers_is_known_by_its_flags(tmp_path: Path, line: str, int8: bool, int16: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{line}\n")
+    assert (multiplies_in("int8", cpuinfo), multiplies_in("int16", cpuinfo)) == (int8, int16)
+    assert multiplies_in("none", cpuinfo)
+    assert not multiplies_in("int16", tmp_path / "none")
+
+
+def test_a_cpu_without_them_and_a_gpu_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipe(device: str) -> EngineRecipe:
+        return validate_engine(
+            {
+                "run": {"device": device},
+                "model": {"path": "builtin:tiny", "dtype": "float32"},
+                "engine": {"quantization": "int8"},
+            },
+            "here",
+        )
+
+    monkeypatch.setattr(sys.modules["redline.config.resolve"], "multiplies_in", lambda kind: False)
+    with pytest.raises(ConfigError, match="this CPU has none of avx512_vnni, avx_vnni, asimddp") as caught:
+        resolve_engine(recipe("cpu"))
+    assert caught.value.hint == "leave it out"
+    monkeypatch.setattr(sys.modules["redline.config.resolve"], "multiplies_in", lambda kind: True)
+    assert resolve_engine(recipe("cpu")).recipe.engine.quantization == "int8"
+    monkeypatch.setattr(sys.modules["redline.config.resolve"], "_device", lambda asked: (asked, ""))
+    with pytest.raises(ConfigError, match="it is for CPUs"):
+        resolve_engine(recipe("cuda"))
+
+
+@pytest.mark.parametrize("other", [{"max_loras": 1}, {"tensor_parallel_size": 2}])
+def test_what_needs_the_weights_as_they_are_is_refused_beside_it(other: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(other))):
+        ServedEngineConfig(quantization="int16", **other)  # type: ignore[arg-type]
