@@ -41,6 +41,7 @@ SINK_PACKAGES = {
 SLOW_BFLOAT16 = (
     "model.dtype = bfloat16: this CPU has no instructions for it; float32 may be many times faster (model.dtype=auto)"
 )
+SET_NONE = "set engine.quantization=none"
 MAX_ROWS = 1024
 """Rows that an engine has unasked, at most: 1,024 rows of logits over 152,000 tokens take 0.6 GB in float32."""
 BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:small", "builtin:tiny")
@@ -125,10 +126,10 @@ def _check_quantization(engine: EngineConfig, device: str) -> None:
     if kind == "none":
         return
     if device != "cpu":
-        raise ConfigError(f"engine.quantization = {kind}: it is for CPUs, and the run is on {device}", "leave it out")
+        raise ConfigError(f"engine.quantization = {kind}: it is for CPUs, and this is on {device}", SET_NONE)
     if not multiplies_in(kind):
         flags = ", ".join(WHOLE_NUMBER_FLAGS[kind])
-        raise ConfigError(f"engine.quantization = {kind}: this CPU has none of {flags}; it would be slower", "leave it out")
+        raise ConfigError(f"engine.quantization = {kind}: this CPU has none of {flags}; it would be slower", SET_NONE)
 
 
 def _check_paths(config: Config) -> None:

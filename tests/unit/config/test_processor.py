@@ -53,7 +53,7 @@ def test_a_cpu_without_them_and_a_gpu_are_refused_with_the_fix(monkeypatch: pyte
     monkeypatch.setattr(sys.modules["redline.config.resolve"], "multiplies_in", lambda kind: False)
     with pytest.raises(ConfigError, match="this CPU has none of avx512_vnni, avx_vnni, asimddp") as caught:
         resolve_engine(recipe("cpu"))
-    assert caught.value.hint == "leave it out"
+    assert caught.value.hint == "set engine.quantization=none"
     monkeypatch.setattr(sys.modules["redline.config.resolve"], "multiplies_in", lambda kind: True)
     assert resolve_engine(recipe("cpu")).recipe.engine.quantization == "int8"
     monkeypatch.setattr(sys.modules["redline.config.resolve"], "_device", lambda asked: (asked, ""))

@@ -23,7 +23,7 @@ from redline.models.spec import DecoderSpec, ModelShape
 from redline.telemetry import span
 
 KEY = "engine.quantization"
-HINT = f"leave {KEY} out"
+HINT = f"set {KEY}=none"
 
 
 class QuantizedLinear(nn.Module):
