@@ -24,6 +24,7 @@ from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.lora import make_bank
+from redline.engine.native.quantized import check_shape, products_of
 from redline.engine.native.tensor_parallel import PROGRAM, STEP_TIMEOUT_S, TensorParallelEngine
 from redline.errors import ConfigError, ModelError
 from redline.kernels.cpu.compiled import tell_why_none
@@ -34,7 +35,7 @@ from redline.launch.placement import check_engine_place
 from redline.models.files.hf import AnyDecoder, load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
 from redline.models.lora.trainable import add_adapter
-from redline.models.spec import is_ours
+from redline.models.spec import is_ours, spec_from_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,6 +97,16 @@ def refuse_other_kinds(config: EngineConfig) -> None:
         raise ConfigError(why, "leave engine.kind out")
 
 
+def check_quantization(config: EngineConfig, folder: Path) -> None:
+    """Raise `RedlineError` for a model, or a machine, that cannot be sampled in whole numbers as `engine.quantization` says.
+    Compiles their products."""
+    if config.quantization == "none":
+        return
+    described = load_config(folder)
+    check_shape(spec_from_config(described) if is_ours(described) else None)
+    products_of(config.quantization)
+
+
 def engine_of(model: LoadedModel, config: EngineConfig) -> NativeEngine | OtherEngine:
     """Make the engine that `engine.kind` names for a policy that is loaded and not trained; a server has its own weights."""
     if config.kind == "native":
@@ -130,6 +141,7 @@ def load_engine(
             folder, recipe.engine, device, dtype, step_timeout_s=step_timeout_s, program=rank_program
         )
         return LoadedEngine(divided, tokenizer, ends, divided.why_broken, divided.close)
+    check_quantization(recipe.engine, folder)
     try:
         decoder = load_decoder(folder, device, dtype)
         if lora is not None:

@@ -203,7 +203,7 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> None:
-    from redline.engine.native.quantized import check_shape, products_of
+    from redline.launch.engines import check_quantization
     from redline.models.files.hf import check_folder, load_config, load_tokenizer, stop_token_ids
     from redline.models.files.sources import is_on_hub, small_files
     from redline.models.layers.routes import routing_shape
@@ -218,10 +218,7 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
     if config.engine.record_routing:
         described = load_config(folder)
         routing_shape(spec_from_config(described) if is_ours(described) else None)
-    if config.engine.quantization != "none":
-        described = load_config(folder)
-        check_shape(spec_from_config(described) if is_ours(described) else None)
-        products_of(config.engine.quantization)
+    check_quantization(config.engine, folder)
     check_model_for_ranks(config, folder)
     rollouts, tokenizer = config.rollouts, load_tokenizer(folder)
     stop_token_ids(folder, tokenizer)

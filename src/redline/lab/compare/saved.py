@@ -17,6 +17,23 @@ USUAL = {"tok/s": ("tokens_per_s",), "GB/s": ("bytes_per_s",), "s": ("p50", "sec
 """Unit → fields of a sample that have it, for values that are no median of one: pooled, or scaled."""
 SMALLER = ("s", "ns", "bytes", "$")
 """Units of which less is better, where a result has no bound to tell."""
+LARGER_FIELDS = ("_per_s", "hit_rate", "reward", "reward_mean")
+SMALLER_FIELDS = ("_s", "seconds", "bytes", "p50", "p90", "p99")
+NEITHER_FIELDS = (
+    "tokens",
+    "_flops",
+    "_mean",
+    "loss",
+    "norm",
+    "logprob",
+    "batch",
+    "batches",
+    "turns",
+    "attempts",
+    "lag",
+    "growth",
+)
+"""Endings of fields: of those that are better when they are larger, or smaller, and of those that are neither."""
 SHOWN = 120
 """Characters of a sample in a message."""
 
@@ -50,7 +67,7 @@ class Place:
         """The number there; None where there is none."""
         value = sample
         for key in filter(None, (self.side, self.field)):
-            value = value.get(key) if isinstance(value, dict) else value
+            value = value.get(key) if isinstance(value, dict) else None
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -61,13 +78,14 @@ def read_saved(text: str, metric: str | None) -> Saved:
     document = _read(path)
     figure, field = _wanted(metric, document["results"], path)
     result = _with_side([each for each in document["results"] if each["name"] == figure], side)
+    _refuse_probes(result, text)
     own = _own_place(result)
     place = Place(side or own.side, field or own.field)
     if side and side == own.side + own.field:
         place = own
     samples = [_positive(place, sample, text, figure) for sample in result["samples"]]
     is_own = not field or field == own.field
-    larger = _is_larger_better(result, document) if is_own else field.endswith(("_per_s", "hit_rate")) or "reward" in field
+    larger = _is_larger_better(result, document) if is_own else _is_larger_better_of(field, result, text)
     identity = document["identity"]
     config = as_of_now(identity.get("config")) if isinstance(identity.get("config"), dict) else identity.get("config")
     unit = result["unit"] if is_own else _unit_of(field)
@@ -139,6 +157,23 @@ def _positive(place: Place, sample: Any, text: str, figure: str) -> float:
             f"name a side, FILE#SIDE, or a field: --metric '{figure}:FIELD'{f' with one of {fields}' if fields else ''}",
         )
     return value
+
+
+def _refuse_probes(result: Result, text: str) -> None:
+    """What a search tried is no sample of what it found."""
+    if any(isinstance(sample, dict) and "fits" in sample for sample in result["samples"]):
+        why = f"{text}: {result['name']!r} was found by a search, and has one value and no samples"
+        raise CompareError(why, "compare its values by eye, or name another result with --metric")
+
+
+def _is_larger_better_of(field: str, result: Result, text: str) -> bool:
+    """A field tells by its name, or is a part of the seconds or bytes of its result."""
+    if field.endswith(LARGER_FIELDS):
+        return True
+    if field.endswith(SMALLER_FIELDS) or (result["unit"] in SMALLER and not field.endswith(NEITHER_FIELDS)):
+        return False
+    why = f"{text}: nothing says whether more or less of {field} is better"
+    raise CompareError(why, f"name a field that ends in one of {', '.join((*LARGER_FIELDS, *SMALLER_FIELDS))}")
 
 
 def _is_larger_better(result: Result, document: Mapping[str, Any]) -> bool:

@@ -270,3 +270,24 @@ def test_a_result_against_itself_is_no_different(tmp_path: Path) -> None:
 def test_a_refusal_is_a_config_error() -> None:
     with pytest.raises(ConfigError), jobs("nowhere", "nowhere", What(case="trainer")):
         pass
+
+
+def test_a_field_that_is_better_neither_way_is_refused(tmp_path: Path) -> None:
+    samples = [{"step_s": value, "mean_tokens": value} for value in NEAR]
+    path = saved(tmp_path / "a.json", samples, unit="s")
+    assert not read_saved(path, "step:step_s").larger_is_better
+    with pytest.raises(CompareError, match="whether more or less of mean_tokens is better"):
+        read_saved(path, "step:mean_tokens")
+
+
+def test_what_a_search_tried_is_no_sample(tmp_path: Path) -> None:
+    samples = [{"side": "redline", "tokens": value, "fits": True} for value in NEAR]
+    with pytest.raises(CompareError, match="found by a search"):
+        read_saved(saved(tmp_path / "a.json", samples, unit="tokens"), "step:tokens")
+
+
+@pytest.mark.parametrize(("side", "field"), [("#vllm", ""), ("", ":nonsense")])
+def test_a_side_or_a_field_that_is_nowhere_is_refused(tmp_path: Path, side: str, field: str) -> None:
+    path = saved(tmp_path / "a.json", NEAR, unit="s")
+    with pytest.raises(CompareError):
+        read_saved(f"{path}{side}", f"step{field}")
