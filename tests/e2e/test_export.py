@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from support.processes import digest, only_run, redline, started, succeed, wait_until, write_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from redline.errors import RedlineError
 from redline.launch.checkpointed import load_checkpointed
 from redline.launch.engines import make_engine
-from redline.launch.export import Export
+from redline.launch.export import Export, choose
 from redline.launch.export import export as write
 from redline.models.files.sources import model_folder
 from redline.types import GenerateRequest, SamplingParams
@@ -59,6 +63,10 @@ def assert_says(model: torch.nn.Module, tokens: list[int], logprobs: np.ndarray)
     found = logits[start - 1 : -1].log_softmax(-1)
     assert found.argmax(-1).tolist() == tokens[start:]
     np.testing.assert_allclose(found.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0], logprobs, atol=1e-4)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_transformers_loads_a_checkpoint_and_has_the_engines_logprobs(whole: Path) -> None:
@@ -165,7 +173,7 @@ def test_an_export_that_is_cut_off_leaves_nothing_that_looks_whole(
     shutil.copytree(whole, tmp_path / "killed")
     cwd = tmp_path / "killed"
     with started("export", "runs/letters-001", "--to", "out", cwd=cwd) as process:
-        wait_until(lambda: (cwd / ".out.partial").exists(), process)
+        wait_until(lambda: any(cwd.glob(".out.*partial")), process)
         process.kill()
         process.wait()
     if not (cwd / "out").exists():  # else the export was quicker than the kill
@@ -173,4 +181,100 @@ def test_an_export_that_is_cut_off_leaves_nothing_that_looks_whole(
     assert {path.name: digest(path) for path in (cwd / "out").iterdir()} == {
         path.name: digest(path) for path in run.model.iterdir()
     }
-    assert not (cwd / ".out.partial").exists()
+
+
+# ── paths that do not say their names ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_checkpoint_is_exported_from_within(whole: Path, tmp_path: Path) -> None:
+    last = only_run(whole).checkpoints / LAST
+    for number, given in enumerate((".", f"../{EARLIER}/", f"../../checkpoints/{LAST}")):
+        to = tmp_path / str(number)
+        assert succeed("export", given, "--to", to, cwd=last).strip() == str(to)
+        assert json.loads((to / "redline.json").read_text()) == {"step": 2 if EARLIER in given else STEPS}
+
+
+def test_the_folder_that_it_is_called_in_is_refused_before_anything_loads(whole: Path, tmp_path: Path) -> None:
+    done = redline("export", only_run(whole).path, "--to", ".", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"cannot be replaced\n\nhint: give a folder in it: --to {LAST}" in done.stderr
+    assert "loading" not in done.stderr
+
+
+def test_an_empty_folder_is_filled_also_through_a_link(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    out = succeed("export", only_run(whole).path, "--to", "link", cwd=tmp_path).strip()
+    assert out == "link"
+    assert names(tmp_path) == ["link", "there"]
+    assert names(tmp_path / "there") == names(only_run(whole).model)
+
+
+# ── what happens while the model loads ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_comes_to_lie_in_the_folder_while_the_model_loads_stays(whole: Path, tmp_path: Path) -> None:
+    to = tmp_path / "out"
+    to.mkdir()
+    wanted = choose(only_run(whole).path, to, None, merge=False)
+    with pytest.raises(RedlineError, match=r"out: something came to lie there meanwhile.*\n\nhint: give another folder"):
+        write(wanted, lambda text: (to / "mine.txt").write_text("kept") and None)
+    assert {path.name: path.read_text() for path in to.iterdir()} == {"mine.txt": "kept"}
+    assert names(tmp_path) == ["out"]
+
+
+def test_of_two_exports_to_one_folder_the_second_to_end_is_refused(whole: Path, tmp_path: Path) -> None:
+    run, to = only_run(whole), tmp_path / "out"
+    first, second = (choose(run.path, to, step, merge=False) for step in (2, STEPS))
+    with pytest.raises(RedlineError, match="is not overwritten"):
+        write(first, lambda text: write(second) and None)
+    assert {path.name: digest(path) for path in to.iterdir()} == {path.name: digest(path) for path in run.model.iterdir()}
+    assert names(tmp_path) == ["out"]
+
+
+def test_folders_beside_the_one_to_make_stay(whole: Path, tmp_path: Path) -> None:
+    beside = [tmp_path / f".keep.{end}" for end in ("old", "partial")]
+    for folder in beside:
+        folder.mkdir()
+        (folder / "mine.txt").write_text("kept")
+    succeed("export", "runs/letters-001", "--to", tmp_path / "keep", cwd=whole)
+    assert names(tmp_path) == [".keep.old", ".keep.partial", "keep"]
+    assert [names(folder) for folder in beside] == [["mine.txt"]] * 2
+
+
+@pytest.mark.parametrize("damage", [shutil.rmtree, lambda checkpoint: (checkpoint / "state.json").unlink()])
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_said_to_be_gone(
+    whole: Path, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    """All of it, or not yet all: files go before their folder."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    run = only_run(tmp_path)
+    config = json.loads(run.config.read_text())
+    config["run"]["keep_checkpoints"] = 1
+    run.config.write_text(json.dumps(config))
+    wanted = choose(run.path, tmp_path / "out", 2, merge=False)
+    damage(wanted.checkpoint)
+    with pytest.raises(RedlineError, match=r"is gone: the run goes on, and keeps its newest 1\n\nhint: export again"):
+        write(wanted)
+    assert not wanted.to.exists()
+
+
+# ── a full disk ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("trained", "writes"),
+    [("whole", "huggingface_hub.save_torch_state_dict"), ("adapter", "redline.models.lora.peft.save_file")],
+)
+def test_a_full_disk_is_said_with_the_fix(
+    trained: str, writes: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+
+    wanted = choose(only_run(request.getfixturevalue(trained)).path, tmp_path / "out", None, merge=False)
+    monkeypatch.setattr(writes, full)
+    with pytest.raises(RedlineError, match="out: the export could not be written: No space left on device") as caught:
+        write(wanted)
+    assert caught.value.hint == "free some space, or give a folder on another disk with --to"
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -62,14 +63,15 @@ def runs_beside(path: Path) -> list[str]:
 def run_of_checkpoint(path: Path) -> Path | None:
     """The folder of the run that a checkpoint belongs to; None for any other path. Raises `ConfigError` for a checkpoint that
     the run does not have."""
-    whole = path.absolute()
+    whole = Path(os.path.abspath(path))  # `.` and `../step-000004` too have a name
     folder, run = whole.parent, whole.parent.parent
     if folder.name != "checkpoints" or not is_run_folder(run):
         return None
     if whole not in (there := checkpoints_in(folder)):
         names = ", ".join(checkpoint.name for checkpoint in reversed(there)) or "none"
         raise ConfigError(f"{path}: the run has no such checkpoint", f"those that it has: {names}")
-    return path.parent.parent if len(path.parts) > 2 else run  # as it was called, where the name says so much
+    says_it = len(path.parts) > 2 and ".." not in path.parts
+    return path.parent.parent if says_it else run  # as it was called, where the name says so much
 
 
 def is_adapter(path: Path) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,26 +40,56 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+"""Why a folder cannot be given a name: something has it. A folder that is empty makes room."""
+
+
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Gives an empty folder to fill. When the block ends, everything in it is flushed to the disk and it takes the name `path`;
-    what was there is deleted after that. A block that raises, or a kill, leaves `path` as it was."""
+    what was there is deleted after that. A block that raises, or a kill, leaves `path` as it was. For names that are redline's
+    own, and one writer: what was left beside `path` is deleted too."""
     scratch, old = (path.with_name(f".{path.name}.{end}") for end in ("partial", "old"))
     for left in (scratch, old):
         shutil.rmtree(left, ignore_errors=True)
     scratch.mkdir(parents=True)
-    try:
+    with _filled(scratch):
         yield scratch
-        for each in (*scratch.rglob("*"), scratch):
-            flush_to_disk(each)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
     if path.exists():
         path.rename(old)
     scratch.rename(path)
     flush_to_disk(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def making_folder(path: Path) -> Iterator[Path]:
+    """As `replacing_folder`, for a name that somebody chose: it takes the place of nothing but an empty folder, and deletes
+    nothing but its own. Raises `FileExistsError` at the end of the block where `path` holds something by then."""
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    scratch.mkdir(parents=True)
+    with _filled(scratch):
+        yield scratch
+    try:
+        scratch.rename(path)  # in one step with the look at what is there
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if error.errno in TAKEN:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        raise
+    flush_to_disk(path.parent)
+
+
+@contextmanager
+def _filled(scratch: Path) -> Iterator[None]:
+    """Flushes everything in it when the block ends; deletes it where that raises."""
+    try:
+        yield
+        for each in (*scratch.rglob("*"), scratch):
+            flush_to_disk(each)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def flush_to_disk(path: Path) -> None:
