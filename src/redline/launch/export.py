@@ -51,9 +51,12 @@ def choose(given: Path, to: Path | None, step: int | None, *, merge: bool) -> Ex
     """Find the checkpoint of a run, the newest where no `step` is named, and the folder to make of it. Raises `RedlineError`
     for what is not there, and for a folder that holds something."""
     folder = run_of_checkpoint(given)
-    own_step = step_of(Path(os.path.abspath(given))) if folder else None
+    named = Path(os.path.abspath(given))
+    own_step = step_of(named) if folder else None
     if folder and step not in (None, own_step):
-        raise ConfigError(f"--step {step}: {given} is another step", f"leave --step out, or give the run's folder: {folder}")
+        raise ConfigError(
+            f"--step {step}: {named.name} is another step", f"leave --step out, or give the run's folder: {folder}"
+        )
     run = RunFolder.open(folder or given)
     if any(run.path.glob("*.safetensors")):
         raise ConfigError(f"{given}: a model, not a run", "it needs no export; give the folder of a run")
@@ -105,7 +108,7 @@ def _free(to: Path, name: str) -> Path:
     if (to.is_symlink() or to.exists()) and not (is_folder and not any(to.iterdir())):
         raise ConfigError(f"{to} is there already, and is not overwritten", "give another folder with --to, or remove it")
     if is_folder and (whole == Path.cwd() or whole.is_mount()):
-        what = "the folder that redline is called in" if whole == Path.cwd() else "where a disk is mounted"
+        what = "the folder that redline is called in" if whole == Path.cwd() else "a folder where a disk is mounted"
         raise ConfigError(f"--to = {str(to)!r}: {what} cannot be replaced", f"give a folder in it: --to {to / name}")
     return whole
 
