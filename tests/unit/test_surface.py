@@ -38,6 +38,7 @@ engine.max_model_len
 engine.max_num_batched_tokens
 engine.max_num_seqs
 engine.options
+engine.quantization
 engine.record_routing
 engine.served_model
 engine.speculation
