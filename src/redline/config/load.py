@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,10 +28,10 @@ _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, apply the overrides in order, validate the whole."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "give the path of a YAML recipe, such as recipes/demo.yaml"
-        if (path / "config.json").is_file():
+        if os.path.isfile(path / "config.json"):
             new = f"redline train {path / 'config.json'} starts a new run like it"
             raise ConfigError(f"{path}: a run folder, not a recipe", f"to continue the run, add --resume; {new}")
         raise ConfigError(f"{path}: no such recipe", hint)

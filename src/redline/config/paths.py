@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os.path
+import os
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -40,8 +40,9 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a run has made this folder. A model's folder has a config.json too, but its weights lie beside it."""
-    has_both = (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+    """Whether a run has made this folder. A model's folder has a config.json too, but its weights lie beside it. A text that is
+    too long for a path is none: `Path.is_file` would raise."""
+    has_both = os.path.isfile(path / "config.json") and os.path.isdir(path / "checkpoints")
     return has_both and not any(path.glob("*.safetensors"))
 
 
@@ -76,7 +77,7 @@ def run_of_checkpoint(path: Path) -> Path | None:
 
 def is_adapter(path: Path) -> bool:
     """Whether a folder holds a LoRA adapter as PEFT writes it, without the model that it belongs to."""
-    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
+    return os.path.isfile(path / "adapter_config.json") and not os.path.isfile(path / "config.json")
 
 
 def model_of_run(run: Path) -> Path:
@@ -102,7 +103,7 @@ def _model(path: str) -> str:
     local = Path(path).expanduser()
     if is_run_folder(local):
         return str(model_of_run(local).absolute())
-    return str(local.absolute()) if not path.startswith("builtin:") and local.exists() else path
+    return str(local.absolute()) if not path.startswith("builtin:") and os.path.exists(local) else path
 
 
 def _environment(environment: EnvironmentConfig) -> EnvironmentConfig:

@@ -151,7 +151,7 @@ def _check_paths(config: Config) -> None:
 
 
 def _check_files(task: FileTask) -> None:
-    if not task.path.exists():
+    if not os.path.exists(task.path):
         raise ConfigError(
             f"rollouts.task.path = {str(task.path)!r}: no such file or folder",
             named_alike(task.path) or "give a file with one JSON object per line, a Parquet file, or a folder of such files",
@@ -184,11 +184,11 @@ def _check_model(path: str) -> None:
     local = Path(path).expanduser()
     if is_run_folder(local):
         model_of_run(local)
-    elif local.is_dir():
+    elif os.path.isdir(local):
         if not (local / "config.json").is_file() and not is_adapter(local):
             raise ConfigError(f"model.path = {path!r}: the folder has no config.json", _model_near(local))
     elif path.endswith(".gguf"):
-        if not local.is_file():
+        if not os.path.isfile(local):
             raise ConfigError(f"model.path = {path!r}: no such file", named_alike(local) or "give the path of a .gguf file")
     elif runs := runs_beside(local):  # nobody on the hub is called as a folder of runs is
         near = difflib.get_close_matches(local.name, runs, n=1) or runs[-1:]
@@ -214,7 +214,7 @@ def _model_near(folder: Path) -> str:
 
 def _check_reward_model(path: str) -> None:
     folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file() and (folder.exists() or not _may_be_hub_id(path)):
+    if not os.path.isfile(folder / "config.json") and (os.path.exists(folder) or not _may_be_hub_id(path)):
         raise ConfigError(
             f"rollouts.reward_model.path = {path!r}: no such model folder",
             "give a Hugging Face folder or hub id of a sequence classifier with one label",

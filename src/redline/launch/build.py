@@ -22,6 +22,7 @@ from redline.engine import EngineSession
 from redline.environments.single_turn import SingleTurn
 from redline.launch.engine_side import EngineSide, apart, colocated
 from redline.launch.kinds import PACKAGED
+from redline.launch.left_out import without_bad_prompts
 from redline.launch.models import LoadedModel, load_reward_model, load_trainable_policy
 from redline.launch.placement import Placement
 from redline.launch.preflight import LoadedTasks
@@ -32,12 +33,10 @@ from redline.launch.workers.ray_workers import place_workers
 from redline.models.prompt_logprobs import prompt_logprobs
 from redline.ports import Rollouts, SteppedEngine
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
-from redline.rollouts.prompts import Prompts, prompt_limit
-from redline.rollouts.tasks.files import FileTasks
-from redline.telemetry import Progress, RunFolder, span
+from redline.rollouts.prompts import prompt_limit
+from redline.telemetry import Progress, RunFolder
 from redline.telemetry.machine.hosts import HostSamples
 from redline.trainer import PolicyTrainer
-from redline.types import Task
 from redline.weight_sync import WeightProtocol
 from redline.weight_sync.transport import Transport
 from redline.weight_sync.verify import Probe
@@ -157,22 +156,6 @@ def make_rollout_setup(config: Config, model: LoadedModel, engine: RunEngine, ta
         max_sequences=QUEUE_DEPTH * config.engine.max_num_seqs,
         group_timeout_s=config.buffer.group_timeout_s,
     )
-
-
-def without_bad_prompts(tasks: LoadedTasks, setup: RolloutSetup, tell: Tell) -> list[Task]:
-    """Leave rows of a file whose prompts the model cannot take out of it, and return the held-out tasks that remain. Any other
-    source is asked for its tasks as they come: looking at all of them beforehand would take as long as the run."""
-    if not isinstance(tasks.source, FileTasks):
-        return tasks.held_out
-    prompts = Prompts(setup.chat, setup.config, setup.max_prompt_tokens, setup.check_request)
-    with span("rollouts.setup"):
-        left_out = tasks.source.leave_out(prompts.refusal)
-    if left_out:
-        task, failure = left_out[0]
-        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        tell(f"left out of {tasks.source.path}: {task.id} ({failure.reason}){more}")
-    refused = {task.id for task, _ in left_out}
-    return [task for task in tasks.held_out if task.id not in refused]
 
 
 def make_weight_sync(

@@ -118,11 +118,21 @@ def evaluation_row(
         "evaluation/num_tasks": len(attempts),
         "evaluation/num_answers": failed.num_attempts,
         "evaluation/failures": failed.num_failed,
-        **length_metrics("evaluation", [own for trajectories in attempts for own in by_attempt(trajectories)]),
+        **length_metrics("evaluation", _sampled([own for trajectories in attempts for own in by_attempt(trajectories)])),
         "evaluation/seconds": seconds,
-        "evaluation/task_scores": task_scores([[own[0] for own in by_attempt(ts, by_role=True)] for ts in attempts]),
+        "evaluation/task_scores": task_scores(scored_of(attempts)),
         "evaluation/samples": [asdict(_shown(task, first, answer_prefix)) for task, (first, *_) in shown],
     }
+
+
+def scored_of(attempts: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
+    """By task, one sequence of each role of each attempt: what has a reward of its own."""
+    return [[own[0] for own in by_attempt(trajectories, by_role=True)] for trajectories in attempts]
+
+
+def _sampled(attempts: Sequence[Sequence[Trajectory]]) -> Sequence[Sequence[Trajectory]]:
+    """Those for which the policy chose a token: one that failed before that has no length. All of them where none has one."""
+    return [own for own in attempts if any(sequence.num_completion_tokens for sequence in own)] or attempts
 
 
 def asked_of(task: Task) -> str:

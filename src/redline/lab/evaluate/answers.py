@@ -17,9 +17,10 @@ from redline.engine import EngineSession
 from redline.errors import ConfigError, TaskError
 from redline.lab.evaluate.asked import Asked
 from redline.lab.evaluate.policy import Policy
-from redline.launch.build import make_rollout_setup, without_bad_prompts
+from redline.launch.build import make_rollout_setup
 from redline.launch.checkpointed import load_checkpointed
 from redline.launch.engines import engine_of, tell_what_is_missing
+from redline.launch.left_out import askable
 from redline.launch.models import LoadedModel, load_policy
 from redline.launch.preflight import LoadedTasks, check_inputs
 from redline.launch.process import prepare_process
@@ -70,7 +71,7 @@ class Answering:
         prepare_process(config)
         model, started = self._load(config), time.perf_counter()
         with (
-            _asking(config, model, checked.tasks, self._tell) as (rollouts, tasks),
+            _asking(asked, model, checked.tasks, self._tell) as (rollouts, tasks),
             _telling(asked.name, len(tasks), rollouts, self._tell),
         ):
             attempts = rollouts.evaluate(tasks)
@@ -107,15 +108,15 @@ class Answering:
 
 
 @contextmanager
-def _asking(config: Config, model: LoadedModel, tasks: LoadedTasks, tell: Tell) -> Iterator[tuple[Dispatcher, list[Task]]]:
+def _asking(asked: Asked, model: LoadedModel, tasks: LoadedTasks, tell: Tell) -> Iterator[tuple[Dispatcher, list[Task]]]:
     """Rollouts in lockstep without a trainer, and the tasks that can be asked. Gives the engine's memory back at the end."""
-    engine = engine_of(model, config.engine)
+    engine = engine_of(model, asked.config.engine)
     tell_what_is_missing(model.decoder, tell)
     try:
-        setup = make_rollout_setup(config, model, engine, tasks)
+        setup = make_rollout_setup(asked.config, model, engine, tasks)
         rollouts = Dispatcher(EngineSession(engine, wait_for_device=_wait), setup)
         try:
-            yield rollouts, without_bad_prompts(tasks, setup, tell)
+            yield rollouts, askable(tasks, tasks.held_out, setup, lambda text: tell(f"{asked.name}: {text}"))
         finally:
             rollouts.close()
     finally:

@@ -13,6 +13,7 @@ Of the last three, prompts and lengths are those of the run which trained the mo
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Asked:
 
 def divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Tasks and overrides of a command line."""
-    overrides = [word for word in words if _WORD.match(word) and not Path(word).exists()]
+    overrides = [word for word in words if _WORD.match(word) and not os.path.exists(word)]
     return [word for word in words if word not in overrides], [_whole(override) for override in overrides]
 
 
@@ -98,10 +99,9 @@ def _asked(policy: Policy, task: str, overrides: Sequence[str], trained: Policy)
     base = trained.run_values()
     values = _recipe(task, base)
     engine, notes = _engine(values.get("engine") or {})
-    dtypes = [(of.get("model") or {}).get("dtype") for of in (values, base)]
     recipe = {
         "run": values.get("run") or {},
-        "model": {"path": policy.path, "dtype": next(filter(None, dtypes), "auto")},
+        "model": {"path": policy.path, "dtype": (base.get("model") or {}).get("dtype") or "auto"},
         "rollouts": values["rollouts"] | {"evaluation": _how(values["rollouts"].get("evaluation"))},
         "trainer": {key: value for key, value in (values.get("trainer") or {}).items() if key not in DIVIDED},
         "engine": engine,
@@ -136,7 +136,7 @@ def _recipe(task: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
     if path.suffix in RECIPES or path.name == "config.json":
         return recipe_values(path)
     rollouts = {key: value for key, value in (base.get("rollouts") or {}).items() if key not in OF_ITS_TASKS}
-    if path.exists() or path.suffix in SUFFIXES or "/" in task:
+    if os.path.exists(path) or path.suffix in SUFFIXES or "/" in task:
         rows = {"kind": "file", "path": str(path), "split": _split(path), "held_out_fraction": 1}
         return {**base, "rollouts": rollouts | {"task": rows, "evaluation": {"num_tasks": ALL_ROWS}}}
     if task in ENVIRONMENTS:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from redline.errors import ConfigError
 from redline.lab.evaluate.asked import asked_of, divide
 from redline.lab.evaluate.policy import find_policy
 from redline.launch.preflight import check_writable
@@ -16,6 +18,8 @@ from redline.telemetry.files.durable import replace_file
 if TYPE_CHECKING:
     from redline.lab.evaluate.figures import Document
 
+DOCUMENT, ANSWERS = "eval.json", "answers.jsonl"
+
 
 def evaluate(
     model: str, words: Sequence[str], against: str | None, tell: Callable[[str], None], saved_in: Path | None = None
@@ -23,6 +27,7 @@ def evaluate(
     """Ask one model, or two, the tasks that `words` name. What is wrong with the words, or with the folder that the document is
     to be `saved_in`, is said before torch is loaded; what is wrong with a task, before its model is."""
     if saved_in is not None:
+        _refuse_taken(saved_in)
         check_writable(saved_in, "--save")
     tasks, overrides = divide(words)
     first = find_policy(model)
@@ -43,6 +48,15 @@ def save(document: Document, folder: Path) -> Path:
     """Write eval.json, and answers.jsonl with a row for each answer. Returns the first."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in document.answer_rows())
-    replace_file(folder / "answers.jsonl", rows.encode())
-    write_json(folder / "eval.json", document.as_json())
-    return folder / "eval.json"
+    replace_file(folder / ANSWERS, rows.encode())
+    write_json(folder / DOCUMENT, document.as_json())
+    return folder / DOCUMENT
+
+
+def _refuse_taken(folder: Path) -> None:
+    for name in (DOCUMENT, ANSWERS):
+        if os.path.lexists(folder / name):
+            raise ConfigError(
+                f"--save = {str(folder)!r}: {folder / name} is there already, and is not overwritten",
+                "give another folder, or remove it",
+            )

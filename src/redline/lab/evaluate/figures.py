@@ -9,10 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from redline.lab.evaluate.answers import Answers
+from redline.rollouts.rewards.accuracy import accuracy_part, scores_by
 from redline.telemetry import describe_environment
 from redline.telemetry.summary.intervals import Interval, mean_interval, share_interval
 from redline.types import Task, by_attempt
-from redline.watch.evaluation import asked_of
+from redline.watch.evaluation import asked_of, scored_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,16 +21,21 @@ class Score:
     """How good a model is at a task."""
 
     answers: Answers
+    unit: str
+    """Accuracy where the task says which answers are right, here and on the other side of a comparison; else the reward."""
+    scores: Sequence[float | None]
+    """By task, as `evaluation/task_scores`."""
 
-    @property
-    def unit(self) -> str:
-        """Accuracy where the task says which answers are right, else the reward."""
-        return "accuracy" if "evaluation/accuracy" in self.answers.row else "reward"
+    @classmethod
+    def by(cls, part: str | None, answers: Answers) -> Score:
+        """By a part of the reward that says which answers are right; by the reward where that is None."""
+        unit = "reward" if part is None else "accuracy"
+        return cls(answers, unit, scores_by(part, scored_of(answers.attempts)))
 
     @property
     def by_question(self) -> dict[str, float]:
         """Question → its score, the mean over its attempts; without those of which every attempt failed."""
-        scores = zip(_names(self.answers.tasks), self.answers.row["evaluation/task_scores"], strict=True)
+        scores = zip(_names(self.answers.tasks), self.scores, strict=True)
         return {name: score for name, score in scores if score is not None}
 
     @property
@@ -47,7 +53,8 @@ class Score:
 
     def as_json(self) -> dict[str, Any]:
         row, config = self.answers.row, self.answers.config
-        left = ("accuracy", "reward_mean", "num_answers", "failures", "truncated_fraction", "completion_tokens_mean", "seconds")
+        right = ("accuracy",) if self.unit == "accuracy" else ()
+        left = (*right, "reward_mean", "num_answers", "failures", "truncated_fraction", "completion_tokens_mean", "seconds")
         return {
             "name": self.answers.task,
             "model": self.answers.model,
@@ -60,6 +67,12 @@ class Score:
             "samples": self.by_question,
             "config": {section: getattr(config, section).model_dump(mode="json") for section in ("run", "model", "rollouts")},
         }
+
+
+def _part(sides: Sequence[Answers]) -> str | None:
+    """The part of the reward that says which answers are right, and is the same on all sides; None where there is none."""
+    parts = {accuracy_part([one for group in scored_of(answers.attempts) for one in group]) for answers in sides}
+    return parts.pop() if len(parts) == 1 else None
 
 
 def _names(tasks: Sequence[Task]) -> list[str]:
@@ -118,10 +131,12 @@ class Document:
 
     @classmethod
     def of(cls, ours: Sequence[Answers], theirs: Sequence[Answers]) -> Document:
-        """`theirs` are answers to the same tasks in the same order, or none. Scores of another kind are not compared."""
-        scores, against = [Score(answers) for answers in ours], [Score(answers) for answers in theirs]
-        pairs = [Difference(*pair) for pair in zip(scores, against, strict=False)]
-        return cls([*scores, *against], [pair for pair in pairs if pair.score.unit == pair.against.unit and pair.pairs])
+        """`theirs` are answers to the same tasks in the same order, or none. Both sides of a task are scored alike."""
+        sides = zip(ours, theirs, strict=True) if theirs else zip(ours, strict=True)
+        scored = [[Score.by(_part(answered), answers) for answers in answered] for answered in sides]
+        pairs = [Difference(*scores) for scores in scored if len(scores) > 1]
+        by_side = [score for side in zip(*scored, strict=True) for score in side]
+        return cls(by_side, [pair for pair in pairs if pair.pairs])
 
     def as_json(self) -> dict[str, Any]:
         return {

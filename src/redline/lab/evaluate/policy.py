@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def find_policy(given: str) -> Policy:
             return _of_checkpoint(str(newest), path, newest)
         return Policy(given, given, RunFolder.open(path))
     above = path.parent
-    return Policy(given, given, RunFolder.open(above) if path.is_dir() and is_run_folder(above) else None)
+    return Policy(given, given, RunFolder.open(above) if os.path.isdir(path) and is_run_folder(above) else None)
 
 
 def _of_checkpoint(name: str, folder: Path, checkpoint: Path) -> Policy:

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ def model_folder(path: str, seed: int = 0) -> Path:
     if is_adapter(local):
         return _cached(str(name), lambda folder: _merge(local, folder, seed))
     if name is None:
-        return local if local.is_dir() else _fetch(path)
+        return local if os.path.isdir(local) else _fetch(path)
     if path == "builtin:tiny":
         return _cached(name, lambda folder: write_tiny_model(folder, seed))
     if path == "builtin:small":
@@ -59,9 +60,9 @@ def small_files(path: str, seed: int = 0) -> Path | None:
         return small_files(str(model_of_run(local)), seed)
     if is_adapter(local):
         return small_files(_base(local), seed)
-    if local.is_dir():
+    if os.path.isdir(local):
         return local
-    if path != "builtin:smollm2-135m-instruct" and not local.is_file():
+    if path != "builtin:smollm2-135m-instruct" and not os.path.isfile(local):
         return _fetch(path, SMALL_FILES)
     if path.startswith("builtin:"):
         packaged_smollm2()
@@ -78,7 +79,7 @@ def is_on_hub(path: str) -> bool:
         return is_on_hub(str(model_of_run(local)))
     if is_adapter(local):
         return is_on_hub(_base(local))
-    return not path.startswith("builtin:") and not local.exists()
+    return not path.startswith("builtin:") and not os.path.exists(local)
 
 
 def cached_folder(path: str, seed: int = 0) -> Path | None:
@@ -96,7 +97,7 @@ def _cache_name(path: str, seed: int) -> str | None:
     local = Path(path).expanduser()
     if is_adapter(local):
         return f"merged-{hashlib.sha256(_merged_of(local, seed).encode()).hexdigest()[:16]}"
-    if not local.is_file():
+    if not os.path.isfile(local):
         return None
     about = local.stat()
     which = f"{local.resolve()}/{about.st_size}/{about.st_mtime_ns}"  # copies may keep a second, not what is in it

@@ -59,7 +59,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """A folder that a run has made before."""
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise RunFolderError(f"{path}: no such run folder", _whereabouts(path.parent, path.name))
         folder = cls(path.absolute(), path)
         if not folder.config.is_file():
