@@ -179,3 +179,32 @@ def test_an_evaluation_in_which_everything_fails_is_an_error(tmp_path: Path) -> 
     assert done.returncode == 2
     assert "every attempt of the evaluation failed (8 of 8)" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_questions_of_any_source_that_do_not_fit_are_left_out_with_a_line_and_not_counted_as_wrong(tmp_path: Path) -> None:
+    recipe = write_letters(tmp_path, run={"steps": 1})
+    letters, question = tmp_path / "letters.py", 'f"test {i}"'
+    assert question in letters.read_text()
+    letters.write_text(letters.read_text().replace(question, f"{question} * (3000 if i % 2 else 1)"))
+    succeed("train", recipe.name, cwd=tmp_path)
+    done = redline("eval", "runs/letters-001/checkpoints/step-000001", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [result] = json.loads(done.stdout)["results"]
+    assert (result["num_tasks"], result["left_out"], result["failures"]) == (4, 4, 0)
+    assert "left out of 8 held-out tasks: letters/held_out/1 (a prompt of " in done.stderr
+    assert "and 3 more" in done.stderr
+    assert_same(result, logged(only_run(tmp_path), 1))
+
+
+def test_an_earlier_document_is_not_overwritten(sampled: Path) -> None:
+    for name in ("eval.json", "answers.jsonl"):
+        folder = sampled / f"earlier-{name}"
+        folder.mkdir()
+        (folder / name).write_text("kept")
+        done = redline("eval", "builtin:tiny", "letters.yaml", "--save", folder.name, cwd=sampled)
+        assert done.returncode == 2
+        assert f"{folder.name}/{name} is there already, and is not overwritten" in done.stderr
+        assert "hint: give another folder, or remove it" in done.stderr
+        assert "loading" not in done.stderr
+        assert [path.name for path in folder.iterdir()] == [name]
+        assert (folder / name).read_text() == "kept"

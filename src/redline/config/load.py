@@ -29,7 +29,8 @@ _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, apply the overrides in order, validate the whole."""
     if not os.path.isfile(path):
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        beside = path.parent.glob("*.y*ml") if os.path.isdir(path.parent) else ()
+        near = difflib.get_close_matches(path.name, [p.name for p in beside], n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "give the path of a YAML recipe, such as recipes/demo.yaml"
         if os.path.isfile(path / "config.json"):
             new = f"redline train {path / 'config.json'} starts a new run like it"

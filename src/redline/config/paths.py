@@ -58,7 +58,8 @@ def named_alike(path: Path) -> str:
 
 def runs_beside(path: Path) -> list[str]:
     """The names of the run folders that lie where this one would."""
-    return sorted(found.name for found in path.parent.glob("*-[0-9][0-9][0-9]*") if is_run_folder(found))
+    found = path.parent.glob("*-[0-9][0-9][0-9]*") if os.path.isdir(path.parent) else ()
+    return sorted(beside.name for beside in found if is_run_folder(beside))
 
 
 def run_of_checkpoint(path: Path) -> Path | None:

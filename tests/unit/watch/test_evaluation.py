@@ -7,11 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 from support.fakes import FakeTrainer, trajectory
+from support.played_groups import BROKEN
 from support.watched_stages import FakeStages
 
 from redline.config.schema import Config
+from redline.rollouts.prompts import failed_attempts
 from redline.telemetry import Progress, Recorder, RunFolder, recording
-from redline.types import Task
+from redline.types import FinishReason, Task
+from redline.watch.evaluation import evaluation_row
 from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
@@ -40,3 +43,14 @@ def test_a_resumed_run_tells_how_far_it_is_from_the_first_evaluation_of_the_run(
     lines = screen.file.getvalue().splitlines()
     changes = [line.split("reward")[1].split("answers")[0].split() for line in lines if "held-out" in line]
     assert changes == [["0.250", "1"], ["0.500", "+0.250", "1"], ["1.000", "+0.750", "1"]]
+
+
+def test_attempts_that_failed_before_the_policy_chose_a_token_are_in_no_mean_of_lengths() -> None:
+    cut_off = trajectory([1], [2, 3, 4, 5], finish_reason=FinishReason.LENGTH)
+    unscored = trajectory([1], [2, 3], failure=BROKEN)
+    tasks = [Task(name, [{"role": "user", "content": "a"}]) for name in "ab"]
+    row = evaluation_row(tasks, [[cut_off, unscored], failed_attempts(BROKEN, 2, version=0)], 1.0, "")
+    assert (row["evaluation/completion_tokens_mean"], row["evaluation/truncated_fraction"]) == (3.0, 0.5)
+    assert (row["evaluation/num_answers"], row["evaluation/failures"]) == (4, 3)
+    none = evaluation_row(tasks, [failed_attempts(BROKEN, 2, version=0)] * 2, 1.0, "")
+    assert (none["evaluation/completion_tokens_mean"], none["evaluation/truncated_fraction"]) == (0.0, 0.0)

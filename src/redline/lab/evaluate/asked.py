@@ -149,7 +149,7 @@ def _recipe(task: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _split(path: Path) -> str | None:
     """The split to ask where there are several; None where there is nothing to choose."""
-    return "test" if path.is_dir() and len(find_splits(path).keys() - {LEFT_OUT}) > 1 else None
+    return "test" if os.path.isdir(path) and len(find_splits(path).keys() - {LEFT_OUT}) > 1 else None
 
 
 def _refuse_trained_rows(asked: TaskConfig, trained_on: Mapping[str, Any], trained: Policy) -> None:

@@ -41,7 +41,10 @@ def evaluate(
         answering = Answering(policy, tell)
         answered.append([answering.answer(recipe) for recipe in recipes])
         del answering  # its memory, before the next is loaded
-    return Document.of(answered[0], answered[1] if len(answered) > 1 else [])
+    document = Document.of(answered[0], answered[1] if len(answered) > 1 else [])
+    if against is not None and (alone := len(answered[0]) - len(document.differences)):
+        tell(f"{alone} task(s) without a difference: no question has a score of both models")
+    return document
 
 
 def save(document: Document, folder: Path) -> Path:

@@ -224,7 +224,8 @@ def _numbered(parent: Path, name: str) -> list[tuple[int, Path]]:
 
 def _whereabouts(parent: Path, name: str = "") -> str:
     """The run near where the user looked that has almost this name, or else the newest one."""
-    runs = [path for path in parent.glob("*-[0-9][0-9][0-9]*") if (path / "config.json").is_file()]
+    found = parent.glob("*-[0-9][0-9][0-9]*") if os.path.isdir(parent) else ()  # a name too long for a path would raise
+    runs = [path for path in found if (path / "config.json").is_file()]
     if not runs:
         return "give the folder of an earlier run, such as runs/demo-001"
     if near := difflib.get_close_matches(name, [path.name for path in runs], n=1, cutoff=0.9):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from redline.config import load_recipe, resolve
-from redline.errors import ConfigError, TaskError
+from redline.errors import ConfigError, RunFolderError, TaskError
 from redline.lab.evaluate.asked import Asked, asked_of, divide
 from redline.lab.evaluate.policy import Policy, find_policy
+from redline.launch.export import choose
 
 RUN: dict[str, Any] = {
     "run": {"device": "cpu", "seed": 5},
@@ -146,3 +147,34 @@ def test_a_checkpoint_and_a_model_inside_a_run_belong_to_it(run: Policy) -> None
     newest = find_policy(str(run.run.path))
     assert newest.checkpoint == checkpoint, "the run has gone on after its model"
     assert newest.name.endswith("checkpoints/step-000004")
+
+
+def test_the_dtype_is_that_of_the_run_of_the_model_whatever_the_recipe_of_the_task_says(run: Policy, tmp_path: Path) -> None:
+    recipe = tmp_path / "task.yaml"
+    recipe.write_text(json.dumps(RUN | {"engine": {}, "model": {"path": "builtin:small", "dtype": "bfloat16"}}))
+    assert asked(run, str(recipe))[0].config.model.dtype == "float32"
+    assert asked(run, str(recipe), "model.dtype=bfloat16")[0].config.model.dtype == "bfloat16"
+    [alone], [by_name] = (asked(Policy("x", "builtin:tiny"), task, "run.device=cpu") for task in (str(recipe), "calculator"))
+    assert alone.config.model.dtype == by_name.config.model.dtype, "the machine's"
+
+
+LONG = "Be short. " * 30
+
+
+def test_an_override_longer_than_a_name_of_a_file_is_an_override(run: Policy) -> None:
+    [own] = asked(run, f"rollouts.system_prompt={LONG}")
+    assert own.config.rollouts.system_prompt == LONG
+
+
+@pytest.mark.parametrize(("task", "message"), [(f"{LONG}/a", "no such file"), (f"{LONG}.yaml", "no such recipe")])
+def test_a_task_longer_than_a_name_of_a_file_is_told_as_any_other_that_is_not_there(task: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked(Policy("builtin:tiny", "builtin:tiny"), task)
+
+
+@pytest.mark.parametrize("name", [LONG, f"{LONG}/a/b", f"a/b/{LONG}", "a/" * 3000])
+def test_a_model_or_a_run_with_a_name_longer_than_a_file_can_have_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        asked(find_policy(name), "calculator")
+    with pytest.raises(RunFolderError, match="no such run folder"):
+        choose(Path(name), None, None, merge=False)
