@@ -39,7 +39,7 @@ def test_models_that_both_have_an_accuracy_are_compared_by_it() -> None:
     assert document.differences[0].as_json()["unit"] == "accuracy"
 
 
-def test_accuracies_by_different_parts_of_the_reward_are_not_compared() -> None:
+def test_models_whose_accuracies_are_different_parts_of_the_reward_are_compared_by_reward() -> None:
     document = Document.of([answers("a", [1, 0])], [answers("b", [1, 1], part="accuracy")])
     assert {score.unit for score in document.scores} == {"reward"}
 
