@@ -11,7 +11,8 @@ from redline.config.processor import multiplies_in
 from redline.kernels.cpu.quantized import quantized_products
 
 STEPS = 6
-MISMATCH = {"int16": 1e-4, "int8": 0.05}
+MISMATCH = {"int16": 1e-7, "int8": 1e-4}
+"""In lockstep, by a tiny network. One that samples with the weights of a step before has 5e-4 and more."""
 
 
 def needs(kind: str) -> None:
@@ -27,9 +28,14 @@ def trained(folder: Path, **engine: object) -> list[dict[str, float]]:
 
 def test_a_run_says_how_far_its_samples_are_from_the_trainer(tmp_path: Path) -> None:
     needs("int16")
-    found = [row["trainer/mismatch_kl"] for row in trained(tmp_path, quantization="int16") if "trainer/mismatch_kl" in row]
-    assert len(found) == STEPS
+    found = mismatches(trained(tmp_path, quantization="int16"))
+    assert len(found) > STEPS // 2
     assert all(0 < value < MISMATCH["int16"] for value in found)
+
+
+def mismatches(found: list[dict[str, float]]) -> list[float]:
+    """Of the steps that something was trained on."""
+    return [row["trainer/mismatch_kl"] for row in found if row.get("trainer/mismatch_kl") is not None]
 
 
 @pytest.mark.slow
@@ -46,8 +52,8 @@ def test_engines_apart_adapters_and_a_lag_take_every_version(kind: str, override
         trainer={"learning_rate": 3e-3},
     )
     succeed("train", recipe.name, *overrides, cwd=tmp_path)
-    found = [row["trainer/mismatch_kl"] for row in rows(only_run(tmp_path).metrics) if "trainer/mismatch_kl" in row]
-    assert len(found) == 4 * STEPS
+    found = mismatches(rows(only_run(tmp_path).metrics))
+    assert len(found) > 2 * STEPS
     assert all(0 < value < (MISMATCH[kind] if not overrides[0].startswith("buffer") else 0.5) for value in found)
 
 

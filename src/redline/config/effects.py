@@ -40,9 +40,10 @@ class Readers:
 
 def _has_ratio_to_clip(config: Config) -> bool:
     """Whether the policy of an update may differ from the old policy of its loss: after the first update of a step, or where
-    the old policy is that of a sampler which lags behind."""
+    the old policy is that of a sampler which lags behind, or samples in whole numbers."""
     trainer = config.trainer
-    of_sampler = config.buffer.max_lag > 0 and not corrects(config) and not trainer.recompute_old_logprobs
+    is_another = config.buffer.max_lag > 0 or config.engine.quantization != "none"
+    of_sampler = is_another and not corrects(config) and not trainer.recompute_old_logprobs
     return trainer.updates_per_step > 1 or of_sampler
 
 
@@ -189,7 +190,7 @@ TABLE: tuple[Readers, ...] = (
 def refuse_without_effect(config: Config) -> None:
     """Raise `ConfigError` with every key that the recipe sets in vain. The algorithm's keys are filled in; what else the recipe
     left open may be so still, as in a plan for another device."""
-    recomputes, _ = recomputes_old_logprobs(config.trainer, config.model.dtype)
+    recomputes, _ = recomputes_old_logprobs(config.trainer, config.model.dtype, config.engine.quantization)
     decided = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes})
     config = config.model_copy(update={"trainer": decided})
     _refuse([*_unread(config), *_warmups_longer_than_the_run(config), *_rewards_without_weight(config)])

@@ -78,7 +78,9 @@ def resolve(config: Config) -> Resolved:
     run, model, of_machine, warnings = _of_machine(config.run, config.model)
     _check_quantization(config.engine, run.device)
     reasons |= of_machine
-    recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(config.trainer, model.dtype)
+    recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(
+        config.trainer, model.dtype, config.engine.quantization
+    )
     schedule, reasons["trainer.schedule.decay_steps"] = _schedule(config)
     trainer = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes, "schedule": schedule})
     engine, reasons["engine.max_num_seqs"] = _engine(config)

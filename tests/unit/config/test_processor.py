@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from redline.config import EngineRecipe
+from redline.config.algorithms import recomputes_old_logprobs
 from redline.config.load import validate_engine
 from redline.config.processor import multiplies_in
 from redline.config.resolve import resolve_engine
-from redline.config.sections.engine import ServedEngineConfig
+from redline.config.sections.engine import Quantization, ServedEngineConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
+from redline.lab.bench.settings import make_settings
 
 CASCADE_LAKE = "flags\t\t: fpu sse2 avx2 avx512f avx512bw avx512_vnni"
 ALDER_LAKE = "flags\t\t: fpu sse2 avx2 avx_vnni"
@@ -65,3 +68,18 @@ def test_a_cpu_without_them_and_a_gpu_are_refused_with_the_fix(monkeypatch: pyte
 def test_what_needs_the_weights_as_they_are_is_refused_beside_it(other: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(other))):
         ServedEngineConfig(quantization="int16", **other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("quantization", "recomputes"), [("none", False), ("int16", True), ("int8", True)])
+def test_rounding_is_no_ratio_that_gspo_clips(quantization: Quantization, recomputes: bool) -> None:
+    trainer = TrainerConfig(loss="gspo")
+    found, why = recomputes_old_logprobs(trainer, "float32", quantization)
+    assert found is recomputes
+    assert quantization == "none" or quantization in why
+
+
+@pytest.mark.parametrize("case", ["generate", "n-sampling", "rollout", "e2e"])
+def test_a_bench_is_refused_where_a_run_is(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["redline.config.resolve"], "multiplies_in", lambda kind: False)
+    with pytest.raises(ConfigError, match="this CPU has none of"):
+        make_settings(case, ["model=builtin:tiny", "device=cpu", "engine.quantization=int8"])

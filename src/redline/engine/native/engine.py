@@ -42,7 +42,7 @@ from redline.engine.native.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.native.speculation.speculation import Speculation
 from redline.engine.native.under_way import Event, UnderWay
 from redline.engine.stats import Rate
-from redline.errors import EngineError
+from redline.errors import ConfigError, EngineError
 from redline.kernels.available import kernels_serve
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers.routes import routing_shape
@@ -155,6 +155,10 @@ class NativeEngine:
         rows.share_samples = self._ranks.share_samples if self._ranks else None
         network = self.decoder
         if self._config.quantization != "none":
+            if self._adapters.bank is not None:
+                raise ConfigError(
+                    "engine.quantization: adapters by name stand beside weights that are not", "leave the bank out"
+                )
             self._quantized = QuantizedCopy(self.decoder, self._config.quantization)
             network = self._quantized.network
         runner = CpuRunner.of(network, cache, rows) or Runner(network, cache, rows)

@@ -1,8 +1,9 @@
 """A second network that samples in whole numbers (`engine.quantization`): every linear layer and the head multiply by a copy of
 their weight in 8 or 16 bits, made anew for every version. Norms, biases, adapters and the embedding are the first one's.
 
-Prompts, decode steps and guesses all go through it, so that a token does not depend on which of them computed it. Logprobs are
-those of its distribution; how far that is from the trainer's is `trainer/mismatch_kl`.
+Prompts, decode steps and guesses all go through it. Where they round differently between its products, as they do in float32, a
+number may fall on another whole one, and a draw near a border change. Logprobs are those of its distribution; how far that is
+from the trainer's is `trainer/mismatch_kl`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class QuantizedLinear(nn.Module):
         self._source = (source,)
         """In a tuple: no part of this network."""
         self.products = products
-        self._is_packed = False
         self.packed = products.room(source.weight)
 
     @property
@@ -46,10 +46,8 @@ class QuantizedLinear(nn.Module):
         return self.source.bias
 
     def renew(self) -> None:
-        """Take the weight as it is now. Under an adapter it is frozen."""
-        if not (self._is_packed and isinstance(self.source, AdaptedLinear)):
-            self.products.pack(self.source.weight, self.packed)
-            self._is_packed = True
+        """Take the weight as it is now."""
+        self.products.pack(self.source.weight, self.packed)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
@@ -58,36 +56,36 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedCopy:
-    """The second network. It has no weights before `renew`."""
+    """The second network. Its weights are those of the first only after `renew`."""
 
     def __init__(self, decoder: AnyDecoder, quantization: Quantization) -> None:
         """Raises `ConfigError` and `ModelError` where there is none on this machine, or of this network."""
         assert quantization != "none"
         check_shape(decoder.spec)
+        if not decoder.output_weight.is_cpu:
+            raise ConfigError(
+                f"{KEY} = {quantization}: it is for CPUs, and the model is on {decoder.output_weight.device}", HINT
+            )
         self.products = products_of(quantization)
         assert isinstance(decoder, Decoder)
         self._first = decoder
         self.network = second_network(decoder)
-        self._is_current = False
         head = nn.Linear(decoder.spec.hidden_size, decoder.spec.vocab_size, bias=False, device="meta")
         head.weight = decoder.output_weight
         self.network.head = QuantizedLinear(head, self.products)
+        self._take_layers()
+        self._is_current = False
 
     def forget(self) -> None:
         """The weights of the first network are others."""
         self._is_current = False
 
     def renew(self) -> None:
-        """Make it the first network as it is now, after `forget`. An adapter may have been put beside a projection since."""
+        """Make it the first network as it is now, after `forget`."""
         if self._is_current:
             return
         with span("engine.quantize"):
-            for layer, copy in zip(self._first.layers, self.network.layers, strict=True):
-                for name, source in layer.named_children():
-                    there = copy.get_submodule(name)
-                    if not isinstance(there, QuantizedLinear) or there.source is not source:
-                        assert isinstance(source, nn.Linear)
-                        setattr(copy, name, QuantizedLinear(source, self.products))
+            self._take_layers()
             for linear in self._linears():
                 linear.renew()
         self._is_current = True
@@ -96,6 +94,15 @@ class QuantizedCopy:
     def bytes(self) -> int:
         """Of the weights in whole numbers."""
         return sum(linear.packed.numel() for linear in self._linears())
+
+    def _take_layers(self) -> None:
+        """An adapter may have been put beside a projection since the last time."""
+        for layer, copy in zip(self._first.layers, self.network.layers, strict=True):
+            for name, source in layer.named_children():
+                there = copy.get_submodule(name)
+                if not isinstance(there, QuantizedLinear) or there.source is not source:
+                    assert isinstance(source, nn.Linear)
+                    setattr(copy, name, QuantizedLinear(source, self.products))
 
     def _linears(self) -> Iterator[QuantizedLinear]:
         return (module for module in self.network.modules() if isinstance(module, QuantizedLinear))

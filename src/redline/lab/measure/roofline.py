@@ -16,6 +16,7 @@ Training: the operations of `models/sizes/flops.py`. The optimizer moves memory,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -118,7 +119,10 @@ def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
 
 
 def _whole_numbers(cost: NetworkCost) -> str:
-    return "" if cost.product_rate == 1 else f", products by weights {cost.product_rate:g} times as fast in whole numbers"
+    if cost.product_rate == 1:
+        return ""
+    known = math.isfinite(cost.product_rate)
+    return f", products by weights {f'{cost.product_rate:g} times as fast' if known else 'not counted'}: in whole numbers"
 
 
 def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:

@@ -201,6 +201,11 @@ def make_setup(
         raise ConfigError(
             f"--new-tokens {mean_new_tokens:g}: rollouts.max_new_tokens = {rollouts.max_new_tokens}", "give at most that many"
         )
+    if device.is_gpu and config.engine.quantization != "none":
+        raise ConfigError(
+            f"engine.quantization = {config.engine.quantization}: it is for CPUs, and the plan for {device.name}",
+            "set engine.quantization=none",
+        )
     resolved = _resolved_for(config, device)
     work = Work(
         rollouts.groups_per_step,

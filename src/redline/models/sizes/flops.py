@@ -11,6 +11,7 @@ peak) is about progress, not about being busy.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,10 +77,11 @@ class NetworkCost:
 
     def quantized(self, quantization: Quantization, dtype: torch.dtype) -> NetworkCost:
         """What the network costs where it is sampled in whole numbers (`engine.quantization`). A processor adds as many
-        products of them at once as fit the bits of one in float32; beside other types nothing is taken for granted."""
+        products of them at once as fit the bits of one in float32; how many beside one in another type nobody knows, so that
+        they do not count there."""
         if quantization == "none":
             return self
-        rate = torch.float32.itemsize / WHOLE_BYTES[quantization] if dtype is torch.float32 else 1.0
+        rate = torch.float32.itemsize / WHOLE_BYTES[quantization] if dtype is torch.float32 else math.inf
         return replace(self, quantized_bytes=quantized_bytes(quantization), product_rate=rate)
 
     def product_flops(self, tokens: float, sampled: float) -> float:

@@ -12,10 +12,11 @@ from support.small_models import VOCAB_SIZE, llama, write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from redline.config.processor import multiplies_in
-from redline.config.sections.engine import EngineConfig
+from redline.config.sections.engine import EngineConfig, ServedEngineConfig
 from redline.config.sections.lora import LoraConfig
 from redline.engine import NativeEngine
 from redline.engine.native import quantized
+from redline.engine.native.lora import make_bank
 from redline.engine.native.running.cpu import CpuRunner
 from redline.errors import ConfigError, ModelError
 from redline.kernels.cpu.quantized import quantized_products
@@ -32,7 +33,7 @@ FAMILIES = {
     "plain": llama(**SHAPE),
     "biases": llama(**SHAPE, attention_bias=True, mlp_bias=True),
     "norms of heads": Qwen3Config(**{**SMALL, **SHAPE, "head_dim": 32}),
-    "untied": llama(**SHAPE, tie_word_embeddings=False),
+    "tied": llama(**SHAPE, tie_word_embeddings=True),
 }
 
 
@@ -250,3 +251,10 @@ def test_without_a_compiler_it_is_refused_with_what_to_do(kind: str, folder: Pat
     with pytest.raises(ConfigError, match="install gcc") as caught:
         engine_of(load_decoder(folder), kind)
     assert caught.value.hint == "set engine.quantization=none"
+
+
+def test_adapters_by_name_are_refused(kind: str, folder: Path) -> None:
+    decoder = load_decoder(folder)
+    bank = make_bank(decoder, ServedEngineConfig(max_loras=1))
+    with pytest.raises(ConfigError, match="adapters by name"):
+        NativeEngine(decoder, EngineConfig(quantization=kind), bank=bank)  # type: ignore[arg-type]

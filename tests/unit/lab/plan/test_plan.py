@@ -48,6 +48,7 @@ from redline.lab.plan.table import render
 from redline.lab.plan.timing import training_cost
 from redline.models.files.hf import check_folder, empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
+from redline.models.sizes.flops import NetworkCost
 from redline.models.stage import cut_stage
 from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.batches.cost import CostModel
@@ -672,3 +673,18 @@ def test_the_worst_phase_decides() -> None:
     assert fits(plan.setup, plan.memory) == (plan.room >= 0)
     again = plan_setup(plan.setup, plan.rates)
     assert again.as_json() == plan.as_json()
+
+
+def test_whole_numbers_are_planned_for_cpus_alone() -> None:
+    with pytest.raises(ConfigError, match="it is for CPUs"):
+        make_setup(recipe(engine={"quantization": "int16"}), DEVICES["h100"])
+
+
+def test_whole_numbers_are_fewer_bytes_and_more_products_at_once() -> None:
+    cost = NetworkCost(1000, 100, bytes_per_param=4, kv_bytes_per_token=0, attention_flops=0)
+    int8 = cost.quantized("int8", torch.float32)
+    assert (cost.product_flops(1, 1), int8.product_flops(1, 1)) == (2200, 550)
+    assert (cost.weight_bytes(1), int8.weight_bytes(1)) == (4400, 1168)  # a scale for each 64 numbers
+    assert cost.quantized("int16", torch.float32).product_flops(1, 1) == 1100
+    assert cost.quantized("int16", torch.bfloat16).product_flops(1, 1) == 0  # what nobody knows bounds nothing
+    assert cost.quantized("none", torch.float32) == cost

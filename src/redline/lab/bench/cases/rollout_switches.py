@@ -219,7 +219,8 @@ class Stage:
         """Tokens per second where the engine alone works: bytes of the weights for each step, at the mean batch."""
         device = torch.device(self._settings.device)
         machine = measure_machine(device, getattr(torch, self._settings.dtype))
-        cost = NetworkCost.of(self._model.decoder)
+        dtype = getattr(torch, self._settings.dtype)
+        cost = NetworkCost.of(self._model.decoder).quantized(self.config.engine.quantization, dtype)
         rows = self.config.engine.max_num_seqs
         weights = cost.weight_bytes(rows)
         step_s = weights / machine.bandwidth

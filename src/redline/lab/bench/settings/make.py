@@ -93,6 +93,8 @@ def as_recipe(settings: BenchSettings) -> EngineRecipe:
         "run": {"device": settings.device, "num_threads": settings.num_threads, "seed": settings.seed},
         "model": {"path": path, "dtype": settings.dtype},
     }
+    if engine := getattr(settings, "engine", None):
+        recipe["engine"] = {"quantization": engine.quantization}  # the machine decides whether that can be
     return resolve_engine(validate_engine(recipe, "redline bench")).recipe
 
 

@@ -119,6 +119,8 @@ class RolloutSettings(EngineSettings):
             raise ValueError("recipe and model both say what is sampled from; leave the model to the recipe")
         if (self.recipe or self.replay) is not None and "dtype" in self.model_fields_set:
             raise ValueError("dtype is that of the recipe, or of the run; leave it out, or change model.dtype there")
+        if self.environment is not None and self.adapter_rank and self.engine.quantization != "none":
+            raise ValueError("an adapter by name stands beside weights that are not quantized; set adapter_rank=0")
         return self
 
 
