@@ -54,8 +54,8 @@ class EngineConfig(Section):
     """Guess tokens from what is known (siblings, earlier attempts, the text itself) and verify several in one step; the samples
     are the same. `auto` does so where it was measured to pay, `always` wherever there is a guess."""
     quantization: Quantization = "none"
-    """Sample in whole numbers on a CPU, by a copy of the weights that is made anew for every version. `int16` is about twice as
-    fast as float32 and rounds less than bfloat16; `int8` is faster still, and off by several hundredths of a logprob
+    """Sample in whole numbers on a CPU, by a copy of the weights that is made anew for every version. `int16` is half as fast
+    again as float32 and rounds less than bfloat16; `int8` is faster still, and off by several hundredths of a logprob
     (`trainer/mismatch_kl`)."""
     record_routing: bool = False
     """Keep with every token of a mixture of experts which experts it went to, a byte for each layer and choice: the trainer

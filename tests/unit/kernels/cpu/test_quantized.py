@@ -12,6 +12,7 @@ from torch import Tensor
 from redline.config.processor import multiplies_in
 from redline.kernels.cpu.compiled import library
 from redline.kernels.cpu.quantized import SOURCE, WHOLE_BYTES, QuantizedProducts, quantized_products
+from redline.models.sizes.flops import quantized_bytes
 
 ERROR = {"int8": 1.5e-2, "int16": 4e-4}
 """Of a product of normal numbers, in units of its size."""
@@ -127,6 +128,12 @@ def test_a_weight_in_bfloat16_is_taken_as_it_is(quantization: str) -> None:
     torch.manual_seed(0)
     own, weight, x = products_with(quantization), torch.randn(33, 128).bfloat16(), torch.randn(4, 128)
     assert torch.equal(own.product(x, packed(own, weight), 33), own.product(x, packed(own, weight.float()), 33))
+
+
+@pytest.mark.parametrize("quantization", WHOLE_BYTES)
+def test_a_weight_takes_the_bytes_that_plans_count(quantization: str) -> None:
+    own, numbers = products_with(quantization), 64 * 640
+    assert own.bytes_of(64, 640) == numbers * quantized_bytes(quantization)  # type: ignore[arg-type]
 
 
 def test_they_are_compiled_once() -> None:
