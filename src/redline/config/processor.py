@@ -9,7 +9,6 @@ from redline.config.sections.engine import Quantization
 BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Flags of CPUs that multiply bfloat16 themselves; the last is ARM's."""
 WHOLE_NUMBER_FLAGS: dict[Quantization, tuple[str, ...]] = {
-    "none": (),
     "int8": ("avx512_vnni", "avx_vnni", "asimddp"),
     "int16": ("avx512_vnni", "avx_vnni", "avx2"),
 }
@@ -23,8 +22,8 @@ def bfloat16_flags(cpuinfo: Path = CPUINFO) -> list[str]:
 
 
 def multiplies_in(quantization: Quantization, cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this CPU has instructions for such products."""
-    return quantization == "none" or bool(_found(WHOLE_NUMBER_FLAGS[quantization], cpuinfo))
+    """Whether this CPU has instructions for such products; none have those of floating point in 8 bits."""
+    return quantization == "none" or bool(_found(WHOLE_NUMBER_FLAGS.get(quantization, ()), cpuinfo))
 
 
 def _found(flags: tuple[str, ...], cpuinfo: Path) -> list[str]:

@@ -127,6 +127,10 @@ def _check_quantization(engine: EngineConfig, device: str) -> None:
     kind = engine.quantization
     if kind == "none":
         return
+    if kind == "fp8":
+        if device != "cuda":
+            raise ConfigError(f"engine.quantization = fp8: it is for GPUs, and this is on {device}", SET_NONE)
+        return
     if device != "cpu":
         raise ConfigError(f"engine.quantization = {kind}: it is for CPUs, and this is on {device}", SET_NONE)
     if not multiplies_in(kind):

@@ -46,7 +46,7 @@ def add_rms_norm(
             PARTS=0 if delta_TE is None or delta_TE.ndim == 2 else len(delta_TE),
             BLOCK=block,
             EARLY=early,
-            num_warps=_norm_warps(block),
+            num_warps=norm_warps(block),
             **launched(early),
         )
     return sum_TE, normed_TE
@@ -63,7 +63,7 @@ def silu_mul(gate_up_TI: Tensor) -> Tensor:
     return out_TI
 
 
-def _norm_warps(block: int) -> int:
+def norm_warps(block: int) -> int:
     """Sixteen bytes per thread of bfloat16, up to eight warps; wider rows take more loads per thread."""
     return min(max(block // 256, 1), 8)
 

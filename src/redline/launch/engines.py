@@ -23,8 +23,9 @@ from redline.config.sections.lora import LoraConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.transformers_engine import TransformersEngine
+from redline.engine.native.cache.sizing import block_size_for
 from redline.engine.native.lora import make_bank
-from redline.engine.native.quantized import check_shape, products_of
+from redline.engine.native.quantized import check_shape, products_of, refuse_without_fp8
 from redline.engine.native.tensor_parallel import PROGRAM, STEP_TIMEOUT_S, TensorParallelEngine
 from redline.errors import ConfigError, ModelError
 from redline.kernels.cpu.compiled import tell_why_none
@@ -97,14 +98,17 @@ def refuse_other_kinds(config: EngineConfig) -> None:
         raise ConfigError(why, "leave engine.kind out")
 
 
-def check_quantization(config: EngineConfig, folder: Path) -> None:
-    """Raise `RedlineError` for a model, or a machine, that cannot be sampled in whole numbers as `engine.quantization` says.
-    Compiles their products."""
+def check_quantization(config: EngineConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `RedlineError` for a model, or a machine, that cannot be sampled in fewer bits as `engine.quantization` says.
+    Compiles the products of whole numbers."""
     if config.quantization == "none":
         return
     described = load_config(folder)
-    check_shape(spec_from_config(described) if is_ours(described) else None)
-    products_of(config.quantization)
+    check_shape(spec_from_config(described) if is_ours(described) else None, config.quantization)
+    if config.quantization == "fp8":
+        refuse_without_fp8(device, dtype, block_size_for(config, device))
+    else:
+        products_of(config.quantization)
 
 
 def engine_of(model: LoadedModel, config: EngineConfig) -> NativeEngine | OtherEngine:
@@ -141,7 +145,7 @@ def load_engine(
             folder, recipe.engine, device, dtype, step_timeout_s=step_timeout_s, program=rank_program
         )
         return LoadedEngine(divided, tokenizer, ends, divided.why_broken, divided.close)
-    check_quantization(recipe.engine, folder)
+    check_quantization(recipe.engine, folder, device, dtype)
     try:
         decoder = load_decoder(folder, device, dtype)
         if lora is not None:

@@ -203,6 +203,8 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> None:
+    import torch
+
     from redline.launch.engines import check_quantization
     from redline.models.files.hf import check_folder, load_config, load_tokenizer, stop_token_ids
     from redline.models.files.sources import is_on_hub, small_files
@@ -218,7 +220,7 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
     if config.engine.record_routing:
         described = load_config(folder)
         routing_shape(spec_from_config(described) if is_ours(described) else None)
-    check_quantization(config.engine, folder)
+    check_quantization(config.engine, folder, torch.device(config.run.device), getattr(torch, config.model.dtype))
     check_model_for_ranks(config, folder)
     rollouts, tokenizer = config.rollouts, load_tokenizer(folder)
     stop_token_ids(folder, tokenizer)

@@ -11,7 +11,7 @@ from redline.config.section import FreeMapping, Section
 
 EngineKind = Literal["native", "vllm", "sglang", "openai", "transformers"]
 SpeculationMode = Literal["off", "auto", "always"]
-Quantization = Literal["none", "int16", "int8"]
+Quantization = Literal["none", "int16", "int8", "fp8"]
 WeightServerName = Literal["sglang", "vllm"]
 
 
@@ -54,9 +54,9 @@ class EngineConfig(Section):
     """Guess tokens from what is known (siblings, earlier attempts, the text itself) and verify several in one step; the samples
     are the same. `auto` does so where it was measured to pay, `always` wherever there is a guess."""
     quantization: Quantization = "none"
-    """Sample in whole numbers on a CPU, by a copy of the weights that is made anew for every version. `int16` is half as fast
-    again as float32 and rounds less than bfloat16; `int8` is faster still, and off by several hundredths of a logprob
-    (`trainer/mismatch_kl`)."""
+    """Sample in fewer bits, by a copy of the weights that is made anew for every version. On a CPU in whole numbers: `int16` is
+    half as fast again as float32 and rounds less than bfloat16; `int8` is faster still, and off by several hundredths of a
+    logprob (`trainer/mismatch_kl`). On a GPU `fp8`: products take half the time where models are large, and are off by more."""
     record_routing: bool = False
     """Keep with every token of a mixture of experts which experts it went to, a byte for each layer and choice: the trainer
     reports where its routers differ (`trainer/routing_mismatch`), and may follow (`trainer.replay_routing`)."""

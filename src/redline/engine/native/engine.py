@@ -30,7 +30,7 @@ from redline.engine.native.in_flight import InFlight
 from redline.engine.native.launcher import Launcher
 from redline.engine.native.look_ahead import LookAhead
 from redline.engine.native.lora import Adapters, LoraCounts, Source
-from redline.engine.native.quantized import QuantizedCopy
+from redline.engine.native.quantized import QuantizedCopy, WholeNumbers, refuse_without_fp8
 from redline.engine.native.running.cpu import CpuRunner
 from redline.engine.native.running.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.native.running.replay import Replay
@@ -87,6 +87,7 @@ class NativeEngine:
         self._block_size = block_size_for(config, weight.device)
         self._adapters = Adapters(bank)
         self._routing = routing_shape(spec) if config.record_routing else None
+        self._quantized = self._make_copy()
         num_blocks = num_blocks_for(config, spec, self._block_size, self._max_len, weight.device, weight.dtype, self._routing)
         self._ranks = ranks
         self._pool = BlockPool(ranks.smallest(num_blocks) if ranks else num_blocks, self._block_size)
@@ -125,7 +126,6 @@ class NativeEngine:
             runner,
             is_one_of_several=ranks is not None,
         )
-        self._quantized: QuantizedCopy | None = None
         self._runner: Runner | None = self._make_runner()
         self._offloaded: OffloadedWeights | None = None
         self.limits = self._make_limits(has_tokenizer=tokenizer is not None)
@@ -153,25 +153,33 @@ class NativeEngine:
         cache = KVCache(spec, num_blocks, self._block_size, weight.device, weight.dtype, routing=self._routing)
         rows = DeviceRows(self._config.max_num_seqs, self._max_blocks, spec.vocab_size, weight.device)
         rows.share_samples = self._ranks.share_samples if self._ranks else None
-        network = self.decoder
-        if self._config.quantization != "none":
-            if self._adapters.bank is not None:
-                raise ConfigError(
-                    "engine.quantization: adapters by name stand beside weights that are not", "leave the bank out"
-                )
-            self._quantized = QuantizedCopy(self.decoder, self._config.quantization)
-            network = self._quantized.network
+        self._quantized = self._quantized or self._make_copy()
+        network = self._quantized.network if self._quantized is not None else self.decoder
         runner = CpuRunner.of(network, cache, rows) or Runner(network, cache, rows)
         if kernels_serve(weight):
             from redline.engine.native.running import cuda
 
-            if cuda.serves(self.decoder, weight.dtype, self._block_size):
+            if cuda.serves(network, weight.dtype, self._block_size):
                 runner = cuda.CudaRunner(
-                    self.decoder, cache, rows, shares_device=self._shares_device, guesses=self._speculation.is_on
+                    network, cache, rows, shares_device=self._shares_device, guesses=self._speculation.is_on
                 )
         runner.lora = self._adapters.bank
         self._speculation.forget_references()
         return runner
+
+    def _make_copy(self) -> QuantizedCopy | None:
+        """The network in fewer bits, where it is to sample so. Raises `ConfigError` and `ModelError` where it cannot."""
+        quantization, weight = self._config.quantization, self.decoder.output_weight
+        if quantization == "none":
+            return None
+        if self._adapters.bank is not None:
+            raise ConfigError("engine.quantization: adapters by name stand beside weights that are not", "leave the bank out")
+        if quantization != "fp8":
+            return WholeNumbers(self.decoder, quantization)
+        refuse_without_fp8(weight.device, weight.dtype, self._block_size)
+        from redline.engine.native.fp8 import Fp8Copy
+
+        return Fp8Copy(self.decoder)
 
     def _salt_of(self, adapter: str | None) -> bytes:
         return f"{self.version}/{self._adapters.salt(adapter) if adapter is not None else ''}".encode()

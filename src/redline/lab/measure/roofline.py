@@ -113,16 +113,16 @@ def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
         f" {load.steps:,.0f} steps of {step * 1e3:.3g} ms at batch {load.rows:.4g} and mean context {load.context:.0f}"
         f" (weights {cost.weight_bytes(load.rows) / 1e9:.3g} GB, keys and values {cost.kv_bytes_per_token:,} bytes per token,"
         " read once;"
-        f" 2 · parameters + attention operations per token{_whole_numbers(cost)}); {machine.how}"
+        f" 2 · parameters + attention operations per token{_in_fewer_bits(cost)}); {machine.how}"
     )
     return Bound(load.tokens / (prefill + load.steps * step), why)
 
 
-def _whole_numbers(cost: NetworkCost) -> str:
+def _in_fewer_bits(cost: NetworkCost) -> str:
     if cost.product_rate == 1:
         return ""
-    known = math.isfinite(cost.product_rate)
-    return f", products by weights {f'{cost.product_rate:g} times as fast' if known else 'not counted'}: in whole numbers"
+    known, numbers = math.isfinite(cost.product_rate), "whole numbers" if cost.quantizes_head else "8-bit floating point"
+    return f", products by weights {f'{cost.product_rate:g} times as fast' if known else 'not counted'}: in {numbers}"
 
 
 def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:

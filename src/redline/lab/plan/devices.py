@@ -38,6 +38,11 @@ class Device:
     def is_gpu(self) -> bool:
         return self.kind == "cuda"
 
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it multiplies numbers of 8-bit floating point: since Ada and Hopper."""
+        return self.is_gpu and self.name not in WITHOUT_FP8
+
     def flops_in(self, dtype: str) -> float:
         """Operations per second of products in that dtype. A CPU's rate was measured in its own."""
         return FLOAT32_FLOPS.get(self.name, self.flops) if dtype == "float32" else self.flops
@@ -77,6 +82,7 @@ FLOAT32_FLOPS: Mapping[str, float] = {
     "rtx4090": 82.6e12,
 }
 """Operations per second in float32. Such products do not use the tensor cores: torch leaves TF32 off, and so do we."""
+WITHOUT_FP8 = ("a100", "a100-40gb", "a10g")
 CPU_PRICE = 0.1
 """Dollars per hour of a few cores."""
 

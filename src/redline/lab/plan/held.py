@@ -43,9 +43,7 @@ def held_terms(setup: Setup) -> dict[str, int]:
     if not setup.engine_shares_weights:
         terms["engine weights"] = size * setup.model.parameters // setup.tensor_parallel_size
     if config.engine.quantization != "none":
-        looked_up = 0 if setup.model.tied else setup.model.head_parameters  # as many as the embedding has
-        quantized = quantized_bytes(config.engine.quantization) * (setup.model.parameters - looked_up)
-        terms["engine weights in whole numbers"] = int(quantized)
+        terms["engine weights in fewer bits"] = int(quantized_bytes(config.engine.quantization) * _quantized_parameters(setup))
     if config.needs_reference and not config.trainer.lora.rank and not config.trainer.reference_offload:
         terms["reference"] = -(-size * setup.own_parameters // setup.shards)  # divided as the policy is
     if config.needs_critic:
@@ -106,3 +104,10 @@ def kept_logits(setup: Setup, predicted: int) -> tuple[int, int]:
         # The CPU also has a float32 copy, which becomes the log-probabilities, and the probabilities.
         passing = max(passing, (0 if room >= 0 else size) + (0 if setup.device.is_gpu else 2 * chunk * vocabulary * FLOAT32))
     return kept, passing
+
+
+def _quantized_parameters(setup: Setup) -> int:
+    """Those that `engine.quantization` has copies of: on a CPU the head as well; never an embedding that is only looked up."""
+    model, heads = setup.model, 1 if setup.model.tied else 2  # an embedding has as many parameters as the head
+    kept = heads if setup.config.engine.quantization == "fp8" else heads - 1
+    return model.parameters - kept * model.head_parameters

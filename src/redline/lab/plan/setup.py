@@ -201,11 +201,7 @@ def make_setup(
         raise ConfigError(
             f"--new-tokens {mean_new_tokens:g}: rollouts.max_new_tokens = {rollouts.max_new_tokens}", "give at most that many"
         )
-    if device.is_gpu and config.engine.quantization != "none":
-        raise ConfigError(
-            f"engine.quantization = {config.engine.quantization}: it is for CPUs, and the plan for {device.name}",
-            "set engine.quantization=none",
-        )
+    _check_quantization(config, device)
     resolved = _resolved_for(config, device)
     work = Work(
         rollouts.groups_per_step,
@@ -245,6 +241,19 @@ def divided(setup: Setup, sharding: Sharding | None, tensor_parallel_size: int |
         tensor_parallel_size=tensor_parallel_size or setup.tensor_parallel_size,
         given=frozenset(name for name, value in asked.items() if value is not None),
     )
+
+
+def _check_quantization(config: Config, device: Device) -> None:
+    kind, hint = config.engine.quantization, "set engine.quantization=none"
+    if kind == "none":
+        return
+    if device.is_gpu != (kind == "fp8"):
+        place = "GPUs" if kind == "fp8" else "CPUs"
+        raise ConfigError(f"engine.quantization = {kind}: it is for {place}, and the plan for {device.name}", hint)
+    if device.is_gpu and not device.has_fp8:
+        raise ConfigError(
+            f"engine.quantization = fp8: {device.name} has no such products; GPUs since Ada and Hopper have", hint
+        )
 
 
 def _resolved_for(config: Config, device: Device) -> Config:

@@ -25,8 +25,8 @@ from redline.models.sizes.memory import expert_share, idle_parameters
 
 
 def quantized_bytes(quantization: Quantization) -> float:
-    """Bytes of a parameter in whole numbers, its part of a group's scale included."""
-    return WHOLE_BYTES[quantization] + torch.float32.itemsize / GROUP
+    """Bytes of a parameter in fewer bits, its part of a group's scale included."""
+    return 1.0 if quantization == "fp8" else WHOLE_BYTES[quantization] + torch.float32.itemsize / GROUP
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +52,9 @@ class NetworkCost:
     product_rate: float = 1.0
     """Products by weights that a processor does in the time of one in the compute dtype."""
     quantized_bytes: float = 0.0
-    """Bytes of a parameter where products are those of whole numbers; else 0."""
+    """Bytes of a parameter where weights are multiplied in fewer bits; else 0."""
+    quantizes_head: bool = False
+    """Whether the head is, too."""
 
     @classmethod
     def of(cls, decoder: AnyDecoder) -> NetworkCost:
@@ -76,27 +78,30 @@ class NetworkCost:
         )
 
     def quantized(self, quantization: Quantization, dtype: torch.dtype) -> NetworkCost:
-        """What the network costs where it is sampled in whole numbers (`engine.quantization`). A processor adds as many
-        products of them at once as fit the bits of one in float32; how many beside one in another type nobody knows, so that
-        they do not count there."""
+        """What the network costs where it samples in fewer bits (`engine.quantization`). A GPU multiplies twice as many numbers
+        of 8 bits as of bfloat16. A CPU adds as many products of whole numbers at once as fit the bits of one in float32; how
+        many beside one in another type nobody knows, so that they do not count there."""
         if quantization == "none":
             return self
+        if quantization == "fp8":
+            return replace(self, quantized_bytes=quantized_bytes(quantization), product_rate=2.0)
         rate = torch.float32.itemsize / WHOLE_BYTES[quantization] if dtype is torch.float32 else math.inf
-        return replace(self, quantized_bytes=quantized_bytes(quantization), product_rate=rate)
+        return replace(self, quantized_bytes=quantized_bytes(quantization), product_rate=rate, quantizes_head=True)
 
     def product_flops(self, tokens: float, sampled: float) -> float:
         """Operations of the products by weights for so many tokens, after some of which something is sampled: as many as take
         as long in the compute dtype."""
-        return 2 * (self.body_params * tokens + self.head_params * sampled) / self.product_rate
+        of_head = self.product_rate if self.quantizes_head else 1.0
+        return 2 * (self.body_params * tokens / self.product_rate + self.head_params * sampled / of_head)
 
     def weight_bytes(self, tokens: float) -> int:
         """Bytes that a step of so many tokens reads: of the experts, those that the tokens go to between them if all are as
         likely, 1 - (1 - share) ^ tokens of them. The embedding is looked up, not read, unless it is the head as well."""
         idle = 1 - self.expert_share
         reached = (idle - idle ** max(1.0, tokens)) / idle if idle else 0.0
-        return int(
-            (self.body_params + reached * self.idle_params + self.head_params) * (self.quantized_bytes or self.bytes_per_param)
-        )
+        of_body = self.quantized_bytes or self.bytes_per_param
+        of_head = of_body if self.quantizes_head else self.bytes_per_param
+        return int((self.body_params + reached * self.idle_params) * of_body + self.head_params * of_head)
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,6 +19,7 @@ from redline.engine.native.cache.attention import Runs
 from redline.engine.native.cache.blocks import SCRATCH_BLOCK
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import MAX_SIZE, Prefixes
+from redline.engine.native.fp8 import Fp8Decoder
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.graphs import GraphCache, nothing_collected
@@ -266,7 +267,8 @@ class CudaRunner(Runner):
             lines_B = rows_B.int() if is_guessing else self._rows32_B[: len(rows_B)]
             ahead_B = self._laid_out[-1, : len(rows_B)] if is_guessing else None
             return way.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN, ahead_B)
-        early = way is not None and way.begins_early(len(rows_B))
+        early_by = way or (self._decoder if isinstance(self._decoder, Fp8Decoder) else None)
+        early = early_by is not None and early_by.begins_early(len(rows_B))
         if is_guessing:
             attend = self._guessing_attention(rows_B, inputs.positions_B, early)
         else:
