@@ -135,7 +135,7 @@ def _in_rows(x: Tensor, width: int, *, gated: bool, early: bool) -> tuple[Tensor
             x,
             out_TI,
             scale_T,
-            I=width,
+            WIDTH=width,
             BLOCK=block,
             GATED=gated,
             EARLY=early,
@@ -182,38 +182,38 @@ def _rows(  # type: ignore[no-untyped-def]
     x,
     out,
     scales,
-    I: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
-    EARLY: tl.constexpr,  # noqa: E741
+    EARLY: tl.constexpr,
 ):
     """A row, a block at a time: its largest number first, then all of it. Only what does not fit a block is read again."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    first = _values(x, row, 0, I, BLOCK, GATED)
+    first = _values(x, row, 0, WIDTH, BLOCK, GATED)
     largest = tl.max(tl.abs(first), axis=0)
-    for begin in tl.static_range(BLOCK, I, BLOCK):
-        largest = tl.maximum(largest, tl.max(tl.abs(_values(x, row, begin, I, BLOCK, GATED)), axis=0))
+    for begin in tl.static_range(BLOCK, WIDTH, BLOCK):
+        largest = tl.maximum(largest, tl.max(tl.abs(_values(x, row, begin, WIDTH, BLOCK, GATED)), axis=0))
     scale = tl.maximum(largest, 1e-30) / 448.0
     tl.store(scales + row, scale)
     column = tl.arange(0, BLOCK)
-    tl.store(out + row * I + column, (first * (1.0 / scale)).to(out.dtype.element_ty), mask=column < I)
-    for begin in tl.static_range(BLOCK, I, BLOCK):
-        value = _values(x, row, begin, I, BLOCK, GATED) * (1.0 / scale)
-        tl.store(out + row * I + begin + column, value.to(out.dtype.element_ty), mask=begin + column < I)
+    tl.store(out + row * WIDTH + column, (first * (1.0 / scale)).to(out.dtype.element_ty), mask=column < WIDTH)
+    for begin in tl.static_range(BLOCK, WIDTH, BLOCK):
+        value = _values(x, row, begin, WIDTH, BLOCK, GATED) * (1.0 / scale)
+        tl.store(out + row * WIDTH + begin + column, value.to(out.dtype.element_ty), mask=begin + column < WIDTH)
 
 
 @triton.jit
-def _values(x, row, begin, I: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+def _values(x, row, begin, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Numbers of a row, float32 [BLOCK], rounded as eager torch rounds them."""
     column = begin + tl.arange(0, BLOCK)
-    inside = column < I
+    inside = column < WIDTH
     if GATED:
-        gate = tl.load(x + row * 2 * I + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * I + I + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         active = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
         return (active * up).to(x.dtype.element_ty).to(tl.float32)
     else:
-        return tl.load(x + row * I + column, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)

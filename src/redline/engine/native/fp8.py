@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -105,21 +106,17 @@ class Fp8Decoder(Decoder):
         if not all(map(_is_plain, self.layers)):
             return super()._through_layers(x_TE, positions_T, attend, lora, only_M, routes)
         spec, delta_TE, delta_scale_T, early = self.spec, None, None, self.begins_early(len(x_TE))
+        norm = partial(fp8.add_rms_norm, eps=spec.norm_eps, early=early)
         for layer, (attn_scale, mlp_scale) in zip(self.layers, self.norm_scales, strict=True):
             assert isinstance(layer, DecoderLayer)
             qkv, o, gate_up, down = _four(layer)
-            x_TE, normed_TE = fp8.add_rms_norm(
-                x_TE, delta_TE, delta_scale_T, layer.attn_norm, spec.norm_eps, attn_scale, early=early
-            )
+            x_TE, normed_TE = norm(x_TE, delta_TE, delta_scale_T, layer.attn_norm, scale=attn_scale)
             heads_TX = qkv.of_normed(normed_TE, attn_scale)
             out_TX = attend.attend_fused(layer, heads_TX.view(len(x_TE), -1, spec.head_dim)).flatten(1)
             if only_M is not None and layer.index == len(self.layers) - 1:
                 x_TE, out_TX = x_TE[only_M], out_TX[only_M]
             rows_TX, scale_T = fp8.rows(out_TX, early=early)
-            attended_TE = o.of_rows(rows_TX)
-            x_TE, normed_TE = fp8.add_rms_norm(
-                x_TE, attended_TE, scale_T, layer.mlp_norm, spec.norm_eps, mlp_scale, early=early
-            )
+            x_TE, normed_TE = norm(x_TE, o.of_rows(rows_TX), scale_T, layer.mlp_norm, scale=mlp_scale)
             inner_TI, delta_scale_T = fp8.silu_mul(gate_up.of_normed(normed_TE, mlp_scale), early=early)
             delta_TE = down.of_rows(inner_TI)
         assert delta_TE is not None
@@ -157,8 +154,9 @@ def linears_of(network: Fp8Decoder) -> Iterator[Fp8Linear]:
 def _is_plain(layer: nn.Module) -> bool:
     """Whether no adapter stands beside a projection, and nothing comes between a row's scale and the norm behind it."""
     assert isinstance(layer, DecoderLayer)
-    qkv, o, gate_up, down = (linear.source for linear in _four(layer))
-    return all(type(linear) is nn.Linear for linear in (qkv, o, gate_up, down)) and o.bias is None and down.bias is None
+    sources = _, o, _, down = [linear.source for linear in _four(layer)]
+    biases: list[Tensor | None] = [o.bias, down.bias]
+    return all(type(linear) is nn.Linear for linear in sources) and biases == [None, None]
 
 
 def _four(layer: DecoderLayer) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear, Fp8Linear]:
