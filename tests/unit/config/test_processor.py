@@ -64,13 +64,23 @@ def test_a_cpu_without_them_and_a_gpu_are_refused_with_the_fix(monkeypatch: pyte
         resolve_engine(recipe("cuda"))
 
 
+def test_products_of_a_gpu_are_refused_on_a_cpu_and_known_to_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"model": {"path": "builtin:tiny"}, "engine": {"quantization": "fp8"}}
+    with pytest.raises(ConfigError, match="it is for GPUs, and this is on cpu") as caught:
+        resolve_engine(validate_engine({"run": {"device": "cpu"}, **asked}, "here"))
+    assert caught.value.hint == "set engine.quantization=none"
+    monkeypatch.setattr(sys.modules["redline.config.resolve"], "_device", lambda asked: (asked, ""))
+    assert resolve_engine(validate_engine({"run": {"device": "cuda"}, **asked}, "here")).recipe.engine.quantization == "fp8"
+    assert not multiplies_in("fp8")
+
+
 @pytest.mark.parametrize("other", [{"max_loras": 1}, {"tensor_parallel_size": 2}])
 def test_what_needs_the_weights_as_they_are_is_refused_beside_it(other: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(other))):
         ServedEngineConfig(quantization="int16", **other)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("quantization", "recomputes"), [("none", False), ("int16", True), ("int8", True)])
+@pytest.mark.parametrize(("quantization", "recomputes"), [("none", False), ("int16", True), ("int8", True), ("fp8", True)])
 def test_rounding_is_no_ratio_that_gspo_clips(quantization: Quantization, recomputes: bool) -> None:
     trainer = TrainerConfig(loss="gspo")
     found, why = recomputes_old_logprobs(trainer, "float32", quantization)

@@ -257,12 +257,14 @@ def _check_quantization(config: Config, device: Device) -> None:
 
 
 def _resolved_for(config: Config, device: Device) -> Config:
-    """As `resolve` has it on that device. A shape by name is no path, and is checked where it is read."""
-    path = config.model.path
+    """As `resolve` has it on that device. A shape by name is no path, and is checked where it is read. What only a GPU does is
+    left out meanwhile."""
+    path, quantization = config.model.path, config.engine.quantization
     dtype = config.model.dtype if config.model.dtype != "auto" or not device.is_gpu else "bfloat16"
     here = config.model_copy(
         update={
             "run": config.run.model_copy(update={"device": "cpu"}),
+            "engine": config.engine.model_copy(update={"quantization": "none"} if device.is_gpu else {}),
             "model": config.model.model_copy(
                 update={"dtype": dtype} | ({"path": "builtin:tiny"} if path.startswith(RANDOM) else {})
             ),
@@ -275,4 +277,8 @@ def _resolved_for(config: Config, device: Device) -> Config:
             "set trainer.offload_optimizer=false",
         )
     run = found.run.model_copy(update={"device": device.kind})
-    return found.model_copy(update={"run": run, "model": found.model.model_copy(update={"path": path})})
+    model, engine = (
+        found.model.model_copy(update={"path": path}),
+        found.engine.model_copy(update={"quantization": quantization}),
+    )
+    return found.model_copy(update={"run": run, "model": model, "engine": engine})

@@ -688,3 +688,19 @@ def test_whole_numbers_are_fewer_bytes_and_more_products_at_once() -> None:
     assert cost.quantized("int16", torch.float32).product_flops(1, 1) == 1100
     assert cost.quantized("int16", torch.bfloat16).product_flops(1, 1) == 0  # what nobody knows bounds nothing
     assert cost.quantized("none", torch.float32) == cost
+
+
+def test_8_bit_floating_point_is_planned_for_gpus_that_have_it() -> None:
+    asked = recipe(engine={"quantization": "fp8"})
+    for device, said in ((DEVICES["a100"], "a100 has no such products"), (cpu.this_cpu(torch.float32, 1)[0], "it is for GPUs")):
+        with pytest.raises(ConfigError, match=said):
+            make_setup(asked, device)
+    setup, plain = make_setup(asked, DEVICES["h100"]), make_setup(recipe(), DEVICES["h100"])
+    more = sum(held_terms(setup).values()) - sum(held_terms(plain).values())
+    heads = setup.model.head_parameters * (1 if setup.model.tied else 2)
+    assert more == setup.model.parameters - heads
+
+
+def test_8_bit_floating_point_leaves_the_head_as_it_is() -> None:
+    cost = NetworkCost(1000, 100, bytes_per_param=2, kv_bytes_per_token=0, attention_flops=0).quantized("fp8", torch.bfloat16)
+    assert (cost.product_flops(1, 1), cost.weight_bytes(1)) == (1200, 1200)
