@@ -277,8 +277,6 @@ def _resolved_for(config: Config, device: Device) -> Config:
             "set trainer.offload_optimizer=false",
         )
     run = found.run.model_copy(update={"device": device.kind})
-    model, engine = (
-        found.model.model_copy(update={"path": path}),
-        found.engine.model_copy(update={"quantization": quantization}),
-    )
+    model = found.model.model_copy(update={"path": path})
+    engine = found.engine.model_copy(update={"quantization": quantization})
     return found.model_copy(update={"run": run, "model": model, "engine": engine})
