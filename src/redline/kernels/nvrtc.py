@@ -20,8 +20,10 @@ from triton.runtime.cache import get_cache_manager
 _SUCCESS = 0
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_BFLOAT16, _SWIZZLE_128, _PROMOTE_128 = 9, 3, 2  # of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion
+_MAP_TYPES = {torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # of CUtensorMapDataType; 8 bits of any kind are its UINT8
+_SWIZZLE_128, _PROMOTE_128 = 3, 2  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 _MAP_ALIGNMENT = 64
+_SWIZZLED_BYTES = 128
 
 
 class CompileError(RuntimeError):
@@ -91,16 +93,16 @@ TensorMap = c_uint64 * 16
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> ctypes.Array[c_uint64]:
-    """For a bfloat16 tensor that is copied a box at a time: of its last dimension, a contiguous one, 64 numbers, which lie in
-    shared memory as tensor cores want them (128 swizzled bytes). What lies outside the tensor is zeros."""
-    assert tensor.dtype is torch.bfloat16
+    """For a tensor in bfloat16 or 8 bits that is copied a box at a time: of its last dimension, a contiguous one, 128 bytes,
+    which lie in shared memory swizzled, as tensor cores want them. What lies outside the tensor is zeros."""
     assert tensor.stride(-1) == 1
+    assert box[-1] * tensor.element_size() == _SWIZZLED_BYTES
     dims = tensor.dim()
     sizes, strides = tensor.shape[::-1], [stride * tensor.element_size() for stride in tensor.stride()[-2::-1]]
     room = ctypes.create_string_buffer(2 * ctypes.sizeof(TensorMap))
     place = -(-ctypes.addressof(room) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     status = _driver().cuTensorMapEncodeTiled(
-        place, _BFLOAT16, dims, tensor.data_ptr(), (c_uint64 * dims)(*sizes), (c_uint64 * (dims - 1))(*strides),
+        place, _MAP_TYPES[tensor.dtype], dims, tensor.data_ptr(), (c_uint64 * dims)(*sizes), (c_uint64 * (dims - 1))(*strides),
         (c_uint * dims)(*box[::-1]), (c_uint * dims)(*[1] * dims), 0, _SWIZZLE_128, _PROMOTE_128, 0,
     )  # fmt: skip
     _check(status)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from redline.kernels import fp8
 from redline.kernels.decode.hopper import SHARED_MEMORY
 from redline.kernels.decode.weights_first import (
     HALF_ROOM,
@@ -42,16 +43,20 @@ def products(hidden: int, inner: int, heads: int, attended: int) -> list[tuple[i
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("multiprocessors", [78, 114, 132])
-def test_cuts_find_room_and_leave_no_part_without_work(model: tuple[int, int, int, int], multiprocessors: int) -> None:
+@pytest.mark.parametrize("number_bytes", [2, 1])
+def test_cuts_find_room_and_leave_no_part_without_work(
+    model: tuple[int, int, int, int], multiprocessors: int, number_bytes: int
+) -> None:
     for rows in range(1, MOST_ROWS + 1):
         for columns, inner, is_gated in products(*model):
-            cut = cut_of(rows, columns, inner, multiprocessors, is_gated=is_gated)
+            cut = cut_of(rows, columns, inner, multiprocessors, is_gated=is_gated, number_bytes=number_bytes)
+            assert cut.number_bytes == number_bytes
             assert cut.rows % 8 == 0
             assert rows <= cut.rows < rows + 8
             assert cut.stages >= 2
             assert cut.shared_bytes <= (SHARED_MEMORY if cut.room == ROOM else SHARED_MEMORY // 2 - 1024)
             assert 1 <= cut.parts <= 8, "no cluster is larger everywhere"
-            assert cut.parts <= -(-inner // 64), "a part without K"
+            assert cut.parts <= -(-inner // cut.inner), "a part without K"
             whole = cut.whole(columns, multiprocessors)
             assert whole % cut.parts == 0
             assert 0 <= whole <= cut.tiles(columns)
@@ -70,11 +75,15 @@ def test_the_instruction_is_as_wide_as_the_rows() -> None:
     text = source(Cut(40, 1, 1, False, ROOM))
     assert "m64n40k16" in text
     assert "%19}, %20, %21, 1, 1, 1, 0, 0;" in text
+    text = source(Cut(40, 1, 1, False, ROOM, 1))
+    assert "m64n40k32.f32.e4m3.e4m3" in text
+    assert "%19}, %20, %21, 1, 1, 1;" in text
     assert macros(Cut(40, 1, 4, True, ROOM)) == {"ROWS": 40, "TALL": 1, "STAGES": 14, "PARTS": 4, "GATED": 1}
 
 
 def test_other_devices_are_not_served() -> None:
     assert not serves(torch.zeros(32, 8, dtype=torch.bfloat16))
+    assert not serves(torch.zeros(32, 16).to(torch.float8_e4m3fn))
 
 
 # ── on a device ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,6 +131,8 @@ def test_edges_of_tiles_and_parts_lie_anywhere(
     torch.manual_seed(rows)
     x_BK, weight_NK = numbers(rows, inner), numbers(columns * (2 if is_gated else 1), inner, scale=inner**-0.5)
     cut = Cut(-(-rows // 8) * 8, tall, parts, is_gated, room)
+    if cut.stages < 2:
+        pytest.skip("no room for two stages")
     found = product_as(x_BK, weight_NK, None, cut).float()
     torch.testing.assert_close(found, expected(x_BK, weight_NK, None, is_gated), atol=0.03, rtol=0.01)
     assert torch.equal(found, product_as(x_BK, weight_NK, None, cut).float()), "parts are added up in their order"
@@ -155,6 +166,153 @@ def test_a_chain_of_launches_that_begin_early_waits_where_it_has_to(rows: int) -
     with torch.inference_mode():
         starts = [numbers(rows, 896) for _ in range(5)]
         wanted = [chain(start, apart=True).clone() for start in starts]
+        x_BE, graph = starts[0].clone(), torch.cuda.CUDAGraph()
+        chain(x_BE, apart=False)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            found = chain(x_BE, apart=False)
+        for _ in range(50):
+            for start, end in zip(starts, wanted, strict=True):
+                x_BE.copy_(start)
+                graph.replay()
+                assert torch.equal(found, end)
+
+
+# ── in 8 bits ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def eights(*shape: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Numbers in 8 bits, and a scale for all of them."""
+    (factor,) = fp8.make_scales(1, device=torch.device("cuda"))
+    return (torch.randn(*shape, device="cuda") * 30).to(torch.float8_e4m3fn), factor.fill_(scale / 30)
+
+
+def exact(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], bias_N: Tensor | None, is_gated: bool) -> Tensor:
+    """In float64, rounded where the kernel rounds."""
+    both = (x[0].double() * x[1]) @ (weight[0].double() * weight[1]).T
+    both = both if bias_N is None else both + bias_N.double()
+    if not is_gated:
+        return both
+    gate, up = both.bfloat16().double().chunk(2, dim=-1)
+    return F.silu(gate).bfloat16().double() * up
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+ODD = ((1936, 528, 4400, 272), (48, 1040, 80, 144), (16, 16, 16, 16))
+"""Columns and K that are multiples of 16, and of nothing more."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", [*MODELS.values(), *ODD], ids=[*MODELS, "odd", "narrow", "least"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 33, 64, 65, 128])
+def test_it_is_the_product_of_numbers_in_8_bits(model: tuple[int, int, int, int], rows: int) -> None:
+    torch.manual_seed(rows)
+    for columns, inner, is_gated in products(*model):
+        x, weight = eights(rows, inner), eights(columns * (2 if is_gated else 1), inner, scale=inner**-0.5)
+        bias_N = None if is_gated else numbers(columns)
+        assert serves(weight[0])
+        wanted = exact(x, weight, bias_N, is_gated)
+        found = product(x[0], weight[0], bias_N, is_gated=is_gated, scales=(x[1], weight[1]))
+        assert found.dtype is torch.bfloat16
+        assert error(found, wanted) < 5e-3
+        if rows > 1:
+            assert max(error(one, other) for one, other in zip(found, wanted, strict=True)) < 2e-2
+        for _ in range(3):
+            again = product(x[0], weight[0], bias_N, is_gated=is_gated, scales=(x[1], weight[1]))
+            assert torch.equal(found, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tall", [1, 2])
+@pytest.mark.parametrize("parts", [1, 3, 7, 8])
+@pytest.mark.parametrize("room", [HALF_ROOM, ROOM])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "is_gated"),
+    [
+        (1, 1024, 16, False),
+        (13, 1040, 4400, False),
+        (40, 4864, 208, False),
+        (128, 2064, 208, False),
+        (9, 1008, 40, True),
+        (64, 1152, 4864, True),
+    ],
+)
+def test_edges_of_tiles_and_parts_lie_anywhere_in_8_bits(
+    tall: int, parts: int, room: int, rows: int, inner: int, columns: int, is_gated: bool
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = eights(rows, inner), eights(columns * (2 if is_gated else 1), inner, scale=inner**-0.5)
+    cut = Cut(-(-rows // 8) * 8, tall, parts, is_gated, room, 1)
+    if cut.stages < 2:
+        pytest.skip("no room for two stages")
+    found = product_as(x[0], weight[0], None, cut, (x[1], weight[1]))
+    assert error(found, exact(x, weight, None, is_gated)) < 5e-3
+    assert torch.equal(found, product_as(x[0], weight[0], None, cut, (x[1], weight[1]))), "parts are added up in their order"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(5, 896, 896), (16, 3584, 18944), (64, 4864, 896), (128, 896, 4864)])
+def test_a_row_in_8_bits_has_its_bits_in_any_company(is_gated: bool, rows: int, columns: int, inner: int) -> None:
+    """Wherever it stands among so many; beside others; and beside what is not finite, which stays where it is."""
+    torch.manual_seed(rows)
+    x, weight = eights(rows, inner), eights(columns * (2 if is_gated else 1), inner, scale=inner**-0.5)
+
+    def by_weight(x_BK: Tensor) -> Tensor:
+        return product(x_BK, weight[0], is_gated=is_gated, scales=(x[1], weight[1]))
+
+    found, order = by_weight(x[0]), torch.randperm(rows, device="cuda")
+    bits = x[0].view(torch.uint8)
+    assert torch.equal(by_weight(bits[order].view(x[0].dtype)), found[order])
+    others = eights(rows, inner)[0].view(torch.uint8)
+    others[rows // 2] = bits[rows // 2]
+    assert torch.equal(by_weight(others.view(x[0].dtype))[rows // 2], found[rows // 2])
+    spoilt = bits.clone()
+    spoilt[1, inner // 3] = 0x7F  # NaN
+    spoilt = by_weight(spoilt.view(x[0].dtype))
+    assert spoilt[1].isnan().all()
+    keep = torch.arange(rows, device="cuda") != 1
+    assert torch.equal(spoilt[keep], found[keep])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 16, 64, 128])
+def test_a_chain_of_launches_in_8_bits_waits_where_it_has_to(rows: int) -> None:
+    """As the chain in bfloat16, with what writes factors in 8 bits between the products."""
+    torch.manual_seed(0)
+    wide, narrow = eights(2 * 18944, 896, scale=896**-0.5), eights(896, 18944, scale=18944**-0.5)
+    square, gain = eights(896, 896, scale=896**-0.5), torch.ones(896, device="cuda", dtype=torch.bfloat16)
+    norm_scale, one = fp8.make_scales(2, device=torch.device("cuda"))
+    fp8.write_norm_scale(gain, norm_scale)
+    marker = torch.zeros(1, device="cuda")
+
+    def chain(x_BE: Tensor, apart: bool) -> Tensor:
+        early = not apart
+
+        def by(x_BK: Tensor, scale: Tensor, weight: tuple[Tensor, Tensor], *, is_gated: bool = False) -> Tensor:
+            result = product(x_BK, weight[0], is_gated=is_gated, scales=(scale, weight[1]))
+            if apart:
+                marker.add_(1)
+            return result
+
+        delta: Tensor | None = None
+        scale_B: Tensor | None = None
+        for _ in range(6):
+            x_BE, normed = fp8.add_rms_norm(x_BE, delta, scale_B, gain, 1e-6, norm_scale, early=early)
+            rows_BE, scale_B = fp8.rows(by(normed, norm_scale, square), early=early)
+            attended = by(rows_BE, one, square)
+            x_BE, normed = fp8.add_rms_norm(x_BE, attended, scale_B, gain, 1e-6, norm_scale, early=early)
+            rows_BE, scale_B = fp8.rows(by(normed, norm_scale, wide, is_gated=True), early=early)
+            delta = by(rows_BE, one, narrow)
+        return fp8.add_rms_norm(x_BE, delta, scale_B, gain, 1e-6, norm_scale, early=early)[0]
+
+    with torch.inference_mode():
+        starts = [numbers(rows, 896) for _ in range(5)]
+        wanted = [chain(start, apart=True).clone() for start in starts]
+        assert all(end.isfinite().all() for end in wanted)
         x_BE, graph = starts[0].clone(), torch.cuda.CUDAGraph()
         chain(x_BE, apart=False)
         torch.cuda.synchronize()

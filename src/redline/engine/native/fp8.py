@@ -5,8 +5,10 @@ network's.
     x, delta ─► norm, in 8 bits ─► qkv ─► attention ─► rows in 8 bits ─► o
              ─► norm, in 8 bits ─► gate, up ─► silu, rows in 8 bits ─► down ─► the next layer
 
-The scale of a row comes after its product: the norm behind it multiplies (`kernels/fp8.py`). Logprobs are those of this
-network's distribution; how far that is from the trainer's is `trainer/mismatch_kl`.
+The scale of a row comes after its product: the norm behind it multiplies (`kernels/fp8.py`). On Hopper, products of few rows
+ask for their weights before the launches in front of them have ended (`kernels/decode/weights_first.py`).
+
+Logprobs are those of this network's distribution; how far that is from the trainer's is `trainer/mismatch_kl`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from redline.engine.native.quantized import QuantizedCopy, check_shape
 from redline.kernels import fp8
+from redline.kernels.decode import weights_first
 from redline.kernels.decode.few_rows import can_overlap
 from redline.models.decoder import AnyAttend, Decoder, DecoderLayer, FusedAttend
 from redline.models.files.hf import AnyDecoder
@@ -29,18 +32,22 @@ from redline.models.lora.trainable import AdaptedLinear
 
 EARLY_ROWS = 128
 """Beyond these, launches that begin early take more than they save."""
+FIRST_ROWS, WIDE_FIRST_ROWS, GATED_FIRST_ROWS = 128, 64, 64
+"""Beyond these, products that ask for weights first are left to cuBLAS: all; those of a wide network; gate, up and silu."""
 
 
 class Fp8Linear(nn.Module):
     """A linear layer in 8 bits, with the adapter that is trained beside it, where there is one."""
 
-    def __init__(self, source: nn.Linear) -> None:
+    def __init__(self, source: nn.Linear, first_rows: int) -> None:
+        """Products of up to `first_rows` ask for weights first, where there are such."""
         super().__init__()
         self._source = (source,)
         """In a tuple: no part of this network."""
         device = source.weight.device
         self.weight = torch.empty(source.weight.shape, dtype=fp8.DTYPE, device=device)
         self.scale, self._one = fp8.make_scales(2, device=device)
+        self._first_rows = first_rows if weights_first.serves(self.weight) else 0
 
     @property
     def source(self) -> nn.Linear:
@@ -52,11 +59,25 @@ class Fp8Linear(nn.Module):
 
     def of_normed(self, x_TI: Tensor, scale: Tensor) -> Tensor:
         """The product of rows in 8 bits with one scale, and the bias."""
-        return fp8.product(x_TI, scale, self.weight, self.scale, self.source.bias, self.source.weight.dtype)
+        return self._product(x_TI, scale, self.source.bias)
 
     def of_rows(self, x_TI: Tensor) -> Tensor:
         """The product of rows in 8 bits, still to be multiplied by the scale of each row; without the bias."""
-        return fp8.product(x_TI, self._one, self.weight, self.scale, None, self.source.weight.dtype)
+        return self._product(x_TI, self._one, None)
+
+    def gated(self, x_TI: Tensor, scale: Tensor, *, early: bool) -> tuple[Tensor, Tensor]:
+        """Of gate and up: silu(gate) · up of rows in 8 bits with one scale, in 8 bits, and what each row is to be multiplied
+        by."""
+        bias_I: Tensor | None = self.source.bias
+        if bias_I is None and 0 < len(x_TI) <= min(self._first_rows, GATED_FIRST_ROWS):
+            inner_TI = weights_first.product(x_TI, self.weight, is_gated=True, scales=(scale, self.scale))
+            return fp8.rows(inner_TI, early=early)
+        return fp8.silu_mul(self.of_normed(x_TI, scale), early=early)
+
+    def _product(self, x_TI: Tensor, scale: Tensor, bias_O: Tensor | None) -> Tensor:
+        if 0 < len(x_TI) <= self._first_rows:
+            return weights_first.product(x_TI, self.weight, bias_O, scales=(scale, self.scale))
+        return fp8.product(x_TI, scale, self.weight, self.scale, bias_O, self.source.weight.dtype)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         rows_TI, scale_T = fp8.rows(x_TI.contiguous())
@@ -117,7 +138,7 @@ class Fp8Decoder(Decoder):
                 x_TE, out_TX = x_TE[only_M], out_TX[only_M]
             rows_TX, scale_T = fp8.rows(out_TX, early=early)
             x_TE, normed_TE = norm(x_TE, o.of_rows(rows_TX), scale_T, layer.mlp_norm, scale=mlp_scale)
-            inner_TI, delta_scale_T = fp8.silu_mul(gate_up.of_normed(normed_TE, mlp_scale), early=early)
+            inner_TI, delta_scale_T = gate_up.gated(normed_TE, mlp_scale, early=early)
             delta_TE = down.of_rows(inner_TI)
         assert delta_TE is not None
         assert delta_scale_T is not None
@@ -135,7 +156,8 @@ class Fp8Copy(QuantizedCopy):
         super().__init__(decoder)
 
     def linear(self, source: nn.Linear) -> Fp8Linear:
-        return Fp8Linear(source)
+        is_wide = self.network.spec.hidden_size >= weights_first.WIDE
+        return Fp8Linear(source, WIDE_FIRST_ROWS if is_wide else FIRST_ROWS)
 
     def write(self) -> None:
         self.network.renew_norms()

@@ -1,12 +1,12 @@
 // What kernels for Hopper have in common that bring their factors with the copy engine and multiply on tensor cores.
-// In front of it stands `multiply` (`hopper.py`).
+// In front of it stand BYTES of a number and `multiply` (`hopper.py`).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int INNER = 64;        // of K, in a stage
-constexpr int LINE = 2 * INNER;  // bytes of a row there; eight rows are one pattern of the copy engine's swizzle
+constexpr int LINE = 128;            // bytes of a row, in a stage; eight rows are one pattern of the copy engine's swizzle
+constexpr int INNER = LINE / BYTES;  // of K
 
 struct alignas(64) Map { u64 words[16]; };  // CUtensorMap
 

@@ -1,14 +1,15 @@
-// x · weightᵀ of some rows, bfloat16, on Hopper; GATED, silu(x · gateᵀ) · (x · upᵀ).
+// x · weightᵀ of some rows, on Hopper, in bfloat16; GATED, silu(x · gateᵀ) · (x · upᵀ). Or by factors in 8 bits, e4m3, with a
+// scale for each of the two.
 //
 // So few rows take as long as their weights take to come. So the weights are the tall factor of the tensor cores' product, and a
 // block asks for as many of them as it has room for before the launches in front of it have ended; only then it waits for x.
-// Its first warpgroups multiply, 64 rows of weights each; one thread of the last warp asks the copy engine for 64 of K at a
-// time, into a ring of STAGES. Tiles that would leave part of the device idle are cut along K: the blocks of a cluster, PARTS
-// of them, share such a tile. Their sums meet in the cluster's shared memory, where each block adds up those of some rows of x,
-// in the order of the parts.
+// Its first warpgroups multiply, 64 rows of weights each; one thread of the last warp asks the copy engine for 128 bytes of K
+// at a time, into a ring of STAGES. Tiles that would leave part of the device idle are cut along K: the blocks of a cluster,
+// PARTS of them, share such a tile. Their sums meet in the cluster's shared memory, where each block adds up those of some rows
+// of x, in the order of the parts.
 //
 // Macros: ROWS of x, a multiple of 8; TALL, the warpgroups that multiply; STAGES, PARTS, GATED. In front of this stands
-// `hopper.cuh`.
+// `hopper.cuh`, and in front of that BYTES of a number of x and of the weights.
 
 constexpr int TILE = 64 * TALL;                   // rows of weights; if GATED, eight of gate and eight of up in turn
 constexpr int COLUMNS = GATED ? TILE / 2 : TILE;  // of the result
@@ -23,6 +24,8 @@ struct Arguments {
     Map weight;       // [columns, inner]; of gate and up [columns / 8, 2, 8, inner]
     const u16* bias;  // [columns] or null
     u16* out;         // [rows, columns]
+    const float* x_scale;  // in 8 bits: what numbers of x, and those of the weights, are to be multiplied by
+    const float* weight_scale;
     int rows, columns, inner;
     int whole;        // tiles that are not cut along K, a multiple of PARTS
 };
@@ -96,22 +99,39 @@ __device__ __forceinline__ void bring(const Arguments& a, const Ring& ring, cons
 
 typedef float Sums[4 * EIGHTS];  // of a thread: of each eight rows two, by two rows of weights, eight apart
 
-__device__ __forceinline__ void multiply_all(Sums& sums, const Ring& ring, int turns) {
+__device__ __forceinline__ void finish(Sums& sums) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 4 * EIGHTS; i++) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// Of products in 8 bits tensor cores keep 14 bits of a sum. So the sums of this many turns are added up in float32 beside them.
+constexpr int TURNS_KEPT = 4;
+
+__device__ __forceinline__ void multiply_all(Sums& total, const Ring& ring, int turns) {
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+    Sums apart = {};
+    Sums& sums = BYTES == 1 ? apart : total;
     for (int turn = 0; turn < turns; turn++) {
         const int stage = turn % STAGES;
         wait(ring.full + 8 * stage, turn / STAGES % 2);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < INNER / 16; k++)
+        for (int k = 0; k < LINE / 32; k++)
             multiply(sums, operand(ring.weight(stage) + group * 64 * LINE + 32 * k), operand(ring.x(stage) + 32 * k));
         asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
         // The stage before has been read; those of the last turns are asked for by nobody.
         if (turn > 0 && turn - 1 + STAGES < turns && lane == 0) arrive(ring.empty + 8 * ((turn - 1) % STAGES));
-    }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        if (BYTES == 1 && turn % TURNS_KEPT == TURNS_KEPT - 1) {
+            finish(sums);
 #pragma unroll
-    for (int i = 0; i < 4 * EIGHTS; i++) asm volatile("" : "+f"(sums[i])::"memory");
+            for (int i = 0; i < 4 * EIGHTS; i++) total[i] += sums[i], sums[i] = 0.f;
+        }
+    }
+    finish(sums);
+#pragma unroll
+    for (int i = 0; i < 4 * EIGHTS; i++)
+        if (BYTES == 1) total[i] += sums[i];
 }
 
 // Two rows' numbers of a column, for two columns' numbers of a row.
@@ -122,7 +142,8 @@ __device__ __forceinline__ u32 turned(u32 both) {
 }
 
 // Of eight rows of x what a thread has of them, `sums`.
-__device__ __forceinline__ void write(const Arguments& a, const Share& share, int eight, float4 sums) {
+__device__ __forceinline__ void write(const Arguments& a, const Share& share, float scale, int eight, float4 sums) {
+    if (BYTES == 1) sums.x *= scale, sums.y *= scale, sums.z *= scale, sums.w *= scale;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = 8 * eight + lane / 4;
     const int first = share.column + warp * COLUMNS / (4 * TALL);
     auto put = [&](int column, u32 both) {
@@ -150,7 +171,7 @@ __device__ __forceinline__ void send(const Sums& sums, u32 meeting) {
             ::"r"(here), "r"(eight % PARTS), "f"(of[0]), "f"(of[1]), "f"(of[2]), "f"(of[3]) : "memory");
     }
 }
-__device__ __forceinline__ void write_met(const Arguments& a, const Share& share, const float4* meeting) {
+__device__ __forceinline__ void write_met(const Arguments& a, const Share& share, float scale, const float4* meeting) {
     for (int eight = blockIdx.y; eight < EIGHTS; eight += PARTS) {
         float4 total = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -158,7 +179,7 @@ __device__ __forceinline__ void write_met(const Arguments& a, const Share& share
             const float4 one = meeting[(eight / PARTS * PARTS + part) * MULTIPLYING + threadIdx.x];
             total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
         }
-        write(a, share, eight, total);
+        write(a, share, scale, eight, total);
     }
 }
 
@@ -173,23 +194,25 @@ extern "C" __global__ __cluster_dims__(1, PARTS, 1) __launch_bounds__(MULTIPLYIN
     if (PARTS > 1) cluster_arrive();
     __syncthreads();
     Sums sums = {};
+    float scale = 1.f;
     if (brings) {
         if (threadIdx.x == MULTIPLYING) bring(a, ring, share);
         __syncwarp();
     } else {
-        multiply_all(sums, ring, share.turns);
         wait_for_launch_in_front();
+        if (BYTES == 1) scale = *a.x_scale * *a.weight_scale;
+        multiply_all(sums, ring, share.turns);
     }
     if (PARTS > 1) cluster_wait();  // all blocks are there
     if (share.is_whole) {
         if (!brings)
 #pragma unroll
             for (int eight = 0; eight < EIGHTS; eight++)
-                write(a, share, eight, {sums[4 * eight], sums[4 * eight + 1], sums[4 * eight + 2], sums[4 * eight + 3]});
+                write(a, share, scale, eight, {sums[4 * eight], sums[4 * eight + 1], sums[4 * eight + 2], sums[4 * eight + 3]});
         return;
     }
     if (!brings) send(sums, meeting);
     cluster_arrive();
     cluster_wait();
-    if (!brings) write_met(a, share, (const float4*)(room + STAGES * STAGE));
+    if (!brings) write_met(a, share, scale, (const float4*)(room + STAGES * STAGE));
 }

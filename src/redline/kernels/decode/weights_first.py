@@ -1,8 +1,8 @@
 """Products of a decode step of some rows, `weights_first.cu`: how they are cut, their arguments, their launch.
 
 Each is one launch that asks for its weights while those in front of it still run: what lies between two products of so few rows
-hardly reads, and leaves the bandwidth to them. For Hopper, in bfloat16. This module needs CUDA; only code that runs on a CUDA
-device may import it.
+hardly reads, and leaves the bandwidth to them. For Hopper, in bfloat16, or from factors in 8 bits to bfloat16. This module
+needs CUDA; only code that runs on a CUDA device may import it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from redline.kernels import nvrtc
 from redline.kernels.decode import hopper
-from redline.kernels.decode.hopper import BARRIER_BYTES, INNER, LINE_BYTES
+from redline.kernels.decode.hopper import BARRIER_BYTES, LINE_BYTES
 
 SOURCE = Path(__file__).with_suffix(".cu")
+DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+"""Of both factors."""
 MOST_ROWS, WIDE_ROWS, GATED_ROWS = 128, 64, 64
 """Beyond these others are as fast (`parts`, `gated`): all products; those of a wide network; gate and up of a narrow one."""
 WIDE = 1025
@@ -37,7 +39,7 @@ TALL_ROWS = 32
 MANY_TILES = 1.5
 """High tiles of gate and up, for each multiprocessor, from which they are the better ones."""
 TURNS = 3
-"""Of 64 of K, at least, in a part."""
+"""Of 128 bytes of K, at least, in a part."""
 
 
 class Cut(NamedTuple):
@@ -51,6 +53,13 @@ class Cut(NamedTuple):
     """Blocks of a cluster, which share the K of a tile that is cut."""
     is_gated: bool
     room: int
+    number_bytes: int = 2
+    """Of x and of the weights: 2 in bfloat16, 1 in e4m3."""
+
+    @property
+    def inner(self) -> int:
+        """Of K, in a stage."""
+        return LINE_BYTES // self.number_bytes
 
     @property
     def columns(self) -> int:
@@ -91,28 +100,34 @@ class _Arguments(ctypes.Structure):
         ("weight", nvrtc.TensorMap),
         ("bias", c_void_p),
         ("out", c_void_p),
+        ("x_scale", c_void_p),
+        ("weight_scale", c_void_p),
         *((name, c_int) for name in ("rows", "columns", "inner", "whole")),
-        ("more", c_uint64 * 4),
+        ("more", c_uint64 * 2),
     ]
 
 
 @cache
-def cut_of(rows: int, columns: int, inner: int, multiprocessors: int, *, is_gated: bool = False) -> Cut:
-    """As measured on an H200 for models with 0.5 to 14 billion parameters: low tiles, two on a multiprocessor, unless few high
-    ones or few with much room do as well."""
-    up, turns = math.ceil(rows / 8) * 8, math.ceil(inner / INNER)
+def cut_of(rows: int, columns: int, inner: int, multiprocessors: int, *, is_gated: bool = False, number_bytes: int = 2) -> Cut:
+    """As measured on an H200 for models with 0.5 to 14 billion parameters, in bfloat16: low tiles, two on a multiprocessor,
+    unless few high ones or few with much room do as well."""
+    turns = math.ceil(inner * number_bytes / LINE_BYTES)
     low = math.ceil(columns / (32 if is_gated else 64))
     high, alone = math.ceil(low / 2), int(PLACED * multiprocessors)
     parts = _parts(low, 2 * multiprocessors, multiprocessors, turns)
+
+    def cut(tall: int, parts: int, room: int) -> Cut:
+        return Cut(math.ceil(rows / 8) * 8, tall, parts, is_gated, room, number_bytes)
+
     if is_gated and high >= MANY_TILES * multiprocessors:
-        return Cut(up, 2, min(3, _parts(high, alone, multiprocessors, turns)), is_gated, ROOM)
+        return cut(2, min(3, _parts(high, alone, multiprocessors, turns)), ROOM)
     if is_gated or rows <= FEW_ROWS:
-        return Cut(up, 1, parts, is_gated, HALF_ROOM)
+        return cut(1, parts, HALF_ROOM)
     if low * min(parts, 3) <= alone:
-        return Cut(up, 1, min(parts, alone // low), is_gated, ROOM)
+        return cut(1, min(parts, alone // low), ROOM)
     if rows > TALL_ROWS:
-        return Cut(up, 2, _parts(high, alone, multiprocessors, turns), is_gated, ROOM)
-    return Cut(up, 1, parts, is_gated, HALF_ROOM)
+        return cut(2, _parts(high, alone, multiprocessors, turns), ROOM)
+    return cut(1, parts, HALF_ROOM)
 
 
 def _parts(tiles: int, places: int, multiprocessors: int, turns: int) -> int:
@@ -129,36 +144,54 @@ def serves(weight: Tensor) -> bool:
     if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return False
     columns, inner = weight.shape
-    is_placed = columns % 16 == 0 and inner % 8 == 0 and weight.data_ptr() % 16 == 0
-    return weight.dtype is torch.bfloat16 and is_placed and weight.is_contiguous() and nvrtc.is_there()
+    is_placed = columns % 16 == 0 and inner * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return weight.dtype in DTYPES and is_placed and weight.is_contiguous() and nvrtc.is_there()
 
 
-def product(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, is_gated: bool = False) -> Tensor:
-    """x · weightᵀ, [B, N]; gated, silu(gate) · up of its two halves, [B, N / 2], without a bias. It begins before the launch in
-    front of it has ended, and lets the one behind it begin."""
+def product(
+    x_BK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    is_gated: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """x · weightᵀ, [B, N]; gated, silu(gate) · up of its two halves, [B, N / 2], without a bias. From factors in 8 bits it is
+    in bfloat16, and takes what each of the two is to be multiplied by, float32. It begins before the launch in front of it has
+    ended, and lets the one behind it begin."""
     (B, K), N = x_BK.shape, len(weight_NK) // (2 if is_gated else 1)
     multiprocessors = _multiprocessors(x_BK.device)
-    return product_as(x_BK, weight_NK, bias_N, cut_of(B, N, K, multiprocessors, is_gated=is_gated))
+    cut = cut_of(B, N, K, multiprocessors, is_gated=is_gated, number_bytes=x_BK.element_size())
+    return product_as(x_BK, weight_NK, bias_N, cut, scales)
 
 
-def product_as(x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, cut: Cut) -> Tensor:
+def product_as(
+    x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, cut: Cut, scales: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """The same, cut like this."""
     (B, K), N, device = x_BK.shape, len(weight_NK) // (2 if cut.is_gated else 1), x_BK.device.index or 0
     assert x_BK.is_contiguous()
+    assert x_BK.dtype is weight_NK.dtype
+    assert x_BK.dtype in DTYPES
+    assert x_BK.element_size() == cut.number_bytes
     assert 0 < B <= cut.rows
     assert weight_NK.shape[1] == K
     if bias_N is not None:
         assert not cut.is_gated
-        assert bias_N.dtype is x_BK.dtype
+        assert bias_N.dtype is torch.bfloat16
         assert bias_N.shape == (N,)
         assert bias_N.is_contiguous()
-    out_BN = x_BK.new_empty(B, N)
+    assert (scales is None) == (cut.number_bytes == 2)
+    assert all(scale.dtype is torch.float32 and scale.numel() == 1 for scale in scales or ())
+    out_BN = x_BK.new_empty(B, N, dtype=torch.bfloat16)
     whole = cut.whole(N, _multiprocessors(x_BK.device))
     arguments = _Arguments(
-        nvrtc.tensor_map(x_BK, (cut.rows, INNER)),
+        nvrtc.tensor_map(x_BK, (cut.rows, cut.inner)),
         _weight_map(weight_NK, cut),
         None if bias_N is None else bias_N.data_ptr(),
-        out_BN.data_ptr(), B, N, K, whole,
+        out_BN.data_ptr(),
+        *((None, None) if scales is None else (scale.data_ptr() for scale in scales)),
+        B, N, K, whole,
     )  # fmt: skip
     grid = (cut.tiles(N) - whole + whole // cut.parts, cut.parts)
     _kernel(cut, device).launch_grid(grid, 128 * cut.tall + 32, arguments, device, early=True)
@@ -169,9 +202,9 @@ def _weight_map(weight_NK: Tensor, cut: Cut) -> ctypes.Array[c_uint64]:
     """Of gate and up eight rows in turn, so that both numbers of a column end in one thread: the map's second stride is its
     longest."""
     if not cut.is_gated:
-        return nvrtc.tensor_map(weight_NK, (64 * cut.tall, INNER))
+        return nvrtc.tensor_map(weight_NK, (64 * cut.tall, cut.inner))
     N, K = weight_NK.shape
-    return nvrtc.tensor_map(weight_NK.view(2, N // 16, 8, K).transpose(0, 1), (4 * cut.tall, 2, 8, INNER))
+    return nvrtc.tensor_map(weight_NK.view(2, N // 16, 8, K).transpose(0, 1), (4 * cut.tall, 2, 8, cut.inner))
 
 
 @cache
@@ -189,7 +222,7 @@ def _kernel(cut: Cut, device: int) -> nvrtc.Kernel:
 
 def source(cut: Cut) -> str:
     """By all rows of x at once."""
-    return hopper.source(SOURCE, cut.rows)
+    return hopper.source(SOURCE, cut.rows, cut.number_bytes)
 
 
 def macros(cut: Cut) -> dict[str, int]:

@@ -23,6 +23,7 @@ from redline.engine.native.fp8 import Fp8Copy
 from redline.engine.native.quantized import FP8_CAPABILITY, HEAD_SIZES, refuse_without_fp8
 from redline.errors import ConfigError, ModelError
 from redline.kernels import fp8
+from redline.kernels.decode import weights_first
 from redline.models.decoder import Decoder, DecoderLayer, FusedAttend
 from redline.models.files.hf import load_decoder
 from redline.models.layers.rope import rotary_table, rotate
@@ -87,6 +88,30 @@ def check_same(copy: Fp8Copy, decoder: Decoder) -> None:
 def test_without_rounding_it_is_the_first_network(family: str, tmp_path: Path) -> None:
     decoder = loaded(tmp_path, FAMILIES[family])
     check_same(Fp8Copy(decoder), decoder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("most", [11, 12])
+@pytest.mark.usefixtures("without_rounding")
+def test_few_rows_ask_for_weights_first(family: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = []
+
+    def product(
+        x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_gated: bool = False, scales: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        gated.append(is_gated)
+        y_TO = F.linear(x_TI * scales[0], weight * scales[1], bias)
+        gate_TI, up_TI = y_TO.chunk(2, dim=1)
+        return F.silu(gate_TI) * up_TI if is_gated else y_TO
+
+    monkeypatch.setattr(weights_first, "serves", lambda weight: True)
+    monkeypatch.setattr(weights_first, "product", product)
+    monkeypatch.setattr("redline.engine.native.fp8.FIRST_ROWS", most)
+    decoder = loaded(tmp_path, FAMILIES[family])
+    check_same(Fp8Copy(decoder), decoder)
+    assert bool(gated) == (most == 12)
+    if gated and family == "plain":
+        assert gated == [False, False, True, False] * decoder.spec.num_layers
 
 
 @pytest.mark.usefixtures("without_rounding")
