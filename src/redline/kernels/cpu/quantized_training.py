@@ -5,7 +5,7 @@
     gradient     grad_TOᵀ @ x_TI        along T
 
 Factors become whole numbers anew for every product, along what is summed, so nothing of a weight outlives the product: there is
-nothing that could be older than the weight. That takes 10 MB, and a sixth to a third of the time.
+nothing that could be older than the weight. That takes 10 MB, and a fifth to two fifths of the time.
 """
 
 from __future__ import annotations
