@@ -40,6 +40,8 @@ MANY_TILES = 1.5
 """High tiles of gate and up, for each multiprocessor, from which they are the better ones."""
 TURNS = 3
 """Of 128 bytes of K, at least, in a part."""
+SHORT_TURNS = 8
+"""Lines of K that gate and up are not cut along, in 8 bits."""
 
 
 class Cut(NamedTuple):
@@ -109,8 +111,8 @@ class _Arguments(ctypes.Structure):
 
 @cache
 def cut_of(rows: int, columns: int, inner: int, multiprocessors: int, *, is_gated: bool = False, number_bytes: int = 2) -> Cut:
-    """As measured on an H200 for models with 0.5 to 14 billion parameters, in bfloat16: low tiles, two on a multiprocessor,
-    unless few high ones or few with much room do as well."""
+    """As measured on an H200 for models with 0.5 to 14 billion parameters in bfloat16, and 0.5 and 7 in 8 bits: low tiles, two
+    on a multiprocessor, unless few high ones or few with much room do as well."""
     turns = math.ceil(inner * number_bytes / LINE_BYTES)
     low = math.ceil(columns / (32 if is_gated else 64))
     high, alone = math.ceil(low / 2), int(PLACED * multiprocessors)
@@ -119,13 +121,15 @@ def cut_of(rows: int, columns: int, inner: int, multiprocessors: int, *, is_gate
     def cut(tall: int, parts: int, room: int) -> Cut:
         return Cut(math.ceil(rows / 8) * 8, tall, parts, is_gated, room, number_bytes)
 
+    if is_gated and number_bytes == 1 and turns <= SHORT_TURNS:
+        return cut(1, 1, HALF_ROOM)
     if is_gated and high >= MANY_TILES * multiprocessors:
         return cut(2, min(3, _parts(high, alone, multiprocessors, turns)), ROOM)
     if is_gated or rows <= FEW_ROWS:
         return cut(1, parts, HALF_ROOM)
     if low * min(parts, 3) <= alone:
         return cut(1, min(parts, alone // low), ROOM)
-    if rows > TALL_ROWS:
+    if rows > TALL_ROWS or number_bytes == 1:
         return cut(2, _parts(high, alone, multiprocessors, turns), ROOM)
     return cut(1, parts, HALF_ROOM)
 
