@@ -88,12 +88,6 @@ def test_rounding_is_no_ratio_that_gspo_clips(quantization: Quantization, recomp
     assert quantization == "none" or quantization in why
 
 
-def test_a_trainer_in_whole_numbers_rounds_too() -> None:
-    found, why = recomputes_old_logprobs(TrainerConfig(loss="gspo", quantization="int16"), "float32")
-    assert found
-    assert "int16" in why
-
-
 @pytest.mark.parametrize("case", ["generate", "n-sampling", "rollout", "e2e"])
 def test_a_bench_is_refused_where_a_run_is(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["redline.config.resolve"], "multiplies_in", lambda kind: False)
