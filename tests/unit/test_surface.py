@@ -217,7 +217,6 @@ trainer.offload_optimizer
 trainer.optimizer_states
 trainer.pipeline_parallel_size
 trainer.prefetch_layers
-trainer.quantization
 trainer.rank_timeout_s
 trainer.recompute_old_logprobs
 trainer.reference_offload

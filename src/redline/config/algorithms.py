@@ -70,15 +70,14 @@ def fill_algorithm(config: Config) -> tuple[Config, dict[str, str]]:
 
 def recomputes_old_logprobs(trainer: TrainerConfig, dtype: str, quantization: Quantization = "none") -> tuple[bool, str]:
     """Whether the old policy of the loss is the trainer's own at the beginning of a step, and not the engine's; and why, where
-    the recipe left it open. `dtype` is the network's: float32, bfloat16; `quantization` that of the engine. The trainer's own
-    counts alike: the two round otherwise, even where both have one."""
+    the recipe left it open. `dtype` is the network's: float32, bfloat16; `quantization` that of the engine."""
     if trainer.recompute_old_logprobs != "auto":
         return trainer.recompute_old_logprobs, ""
     if trainer.loss in ("cispo", "reinforce"):
         return False, f"auto: trainer.loss = {trainer.loss} has no clip around the policy of the step's beginning"
     if trainer.updates_per_step > 1:
         return True, f"auto: {trainer.updates_per_step} updates per step; one pass gives the logprobs at its beginning"
-    coarse = next((kind for kind in (quantization, trainer.quantization) if kind != "none"), dtype)
+    coarse = quantization if quantization != "none" else dtype
     if trainer.loss == "gspo" and coarse != "float32":
         return True, f"auto: {coarse}'s rounding between engine and trainer would be clipped; with one update it takes no pass"
     return False, "auto: one update per step"

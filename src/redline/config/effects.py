@@ -40,10 +40,9 @@ class Readers:
 
 def _has_ratio_to_clip(config: Config) -> bool:
     """Whether the policy of an update may differ from the old policy of its loss: after the first update of a step, or where
-    the old policy is that of a sampler which lags behind, or rounds otherwise since it or the trainer takes whole numbers."""
+    the old policy is that of a sampler which lags behind, or samples in whole numbers."""
     trainer = config.trainer
-    rounds = config.engine.quantization != "none" or trainer.quantization != "none"
-    is_another = config.buffer.max_lag > 0 or rounds
+    is_another = config.buffer.max_lag > 0 or config.engine.quantization != "none"
     of_sampler = is_another and not corrects(config) and not trainer.recompute_old_logprobs
     return trainer.updates_per_step > 1 or of_sampler
 

@@ -42,7 +42,6 @@ SLOW_BFLOAT16 = (
     "model.dtype = bfloat16: this CPU has no instructions for it; float32 may be many times faster (model.dtype=auto)"
 )
 SET_NONE = "set engine.quantization=none"
-SET_FLOAT = "set trainer.quantization=none"
 MAX_ROWS = 1024
 """Rows that an engine has unasked, at most: 1,024 rows of logits over 152,000 tokens take 0.6 GB in float32."""
 BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:small", "builtin:tiny")
@@ -78,7 +77,6 @@ def resolve(config: Config) -> Resolved:
     check_algorithm(config)
     run, model, of_machine, warnings = _of_machine(config.run, config.model)
     _check_quantization(config.engine, run.device)
-    _check_training(config, run.device, model.dtype)
     reasons |= of_machine
     recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(
         config.trainer, model.dtype, config.engine.quantization
@@ -138,29 +136,6 @@ def _check_quantization(engine: EngineConfig, device: str) -> None:
     if not multiplies_in(kind):
         flags = ", ".join(WHOLE_NUMBER_FLAGS[kind])
         raise ConfigError(f"engine.quantization = {kind}: this CPU has none of {flags}; it would be slower", SET_NONE)
-
-
-def _check_training(config: Config, device: str, dtype: str) -> None:
-    """Refuse to train in whole numbers where that cannot be."""
-    kind, what = config.trainer.quantization, f"trainer.quantization = {config.trainer.quantization}"
-    if kind == "none":
-        return
-    if device != "cpu":
-        raise ConfigError(f"{what}: it is for CPUs, and this is on {device}", SET_FLOAT)
-    if dtype != "float32":
-        raise ConfigError(f"{what}: the model computes in {dtype}", "set model.dtype=float32, or trainer.quantization=none")
-    if not multiplies_in(kind):
-        flags = ", ".join(WHOLE_NUMBER_FLAGS[kind])
-        raise ConfigError(f"{what}: this CPU has none of {flags}; it would be slower", SET_FLOAT)
-    trainer = config.trainer
-    parts = {
-        "trainer.sharding": trainer.sharding != "none",
-        "trainer.sequence_parallel_size": trainer.sequence_parallel_size > 1,
-        "trainer.pipeline_parallel_size": trainer.pipeline_parallel_size > 1,
-        "placement.trainers": config.placement.trainers > 1,
-    }
-    for key in (key for key, several in parts.items() if several):
-        raise ConfigError(f"{what}: a single process trains in whole numbers, and {key} asks for several", SET_FLOAT)
 
 
 def _check_paths(config: Config) -> None:

@@ -210,7 +210,6 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
     from redline.models.files.sources import is_on_hub, small_files
     from redline.models.layers.routes import routing_shape
     from redline.models.spec import is_ours, spec_from_config
-    from redline.models.whole_numbers import refuse_without_whole_numbers
 
     path = config.model.path
     folder = small_files(path, config.run.seed)
@@ -222,9 +221,6 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
         described = load_config(folder)
         routing_shape(spec_from_config(described) if is_ours(described) else None)
     check_quantization(config.engine, folder, torch.device(config.run.device), getattr(torch, config.model.dtype))
-    if config.trainer.quantization != "none":
-        described = load_config(folder)
-        refuse_without_whole_numbers(spec_from_config(described) if is_ours(described) else None)
     check_model_for_ranks(config, folder)
     rollouts, tokenizer = config.rollouts, load_tokenizer(folder)
     stop_token_ids(folder, tokenizer)

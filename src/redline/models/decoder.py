@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.config.sections.trainer import TrainingQuantization
 from redline.kernels.available import kernels_serve
 from redline.kernels.cpu import training as cpu
 from redline.models.attention.limits import Limits
@@ -160,8 +159,6 @@ class Decoder(nn.Module):
     """The logits are `hidden @ output_weight.T`, as the trainer computes them."""
     logit_cap: float | None = None
     """No cap on them."""
-    quantization: TrainingQuantization = "none"
-    """In what its products are multiplied, with gradients and without."""
 
     def __init__(self, spec: DecoderSpec, rotary_frequencies: Tensor, rotary_factor: float = 1.0) -> None:
         super().__init__()

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.config.sections.trainer import TrainingQuantization
 from redline.errors import ModelError, boundary
 from redline.kernels.segments import Segments
 from redline.models.attention.asked_limits import limits_of
@@ -45,7 +44,6 @@ class GenericDecoder(nn.Module):
     plain_head: bool
     """True where the logits are `hidden @ output_weight.T` and nothing else."""
     logit_cap: float | None
-    quantization: TrainingQuantization = "none"
     """Where the logits are `cap · tanh(hidden @ output_weight.T / cap)` and nothing else, the cap; None for any other head."""
     limits: tuple[Limits, ...]
     """Limits of each layer's attention."""

@@ -27,12 +27,10 @@ from torch import Tensor
 from redline.config.algorithms import recomputes_old_logprobs
 from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
-from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
 from redline.models.files.stored import StoredWeights
 from redline.models.lora.trainable import add_adapter
 from redline.models.sizes.flops import NetworkCost, training_flops
-from redline.models.whole_numbers import in_whole_numbers
 from redline.telemetry import span
 from redline.trainer.batches.micro_batches import MicroBatchPlan
 from redline.trainer.batches.mini_batches import UpdatePlace, divide, part_of
@@ -99,10 +97,8 @@ class PolicyTrainer:
         self.network: AnyDecoder = self._sampled_from.network(decoder)
         """The policy as one network, to sample from."""
         pipeline = self._parallel.pipeline(dtype)
-        self._critic = self._make_critic(seed + 1) if sampling.advantages == "gae" else None
-        if config.quantization != "none":
-            self._decoder = decoder = self._quantized(decoder)
         self._reference = self._make_reference(stored) if config.kl_coef else None
+        self._critic = self._make_critic(seed + 1) if sampling.advantages == "gae" else None
         self._weights = self._parallel.wrap(decoder, dtype, stored)
         self._optimizer = MasterAdamW(self._weights.owned, torch.float32 if self._weights.are_masters else dtype, config)
         if self._parallel.is_divided:
@@ -122,14 +118,6 @@ class PolicyTrainer:
         of the policy. `ports.WeightSync.writing` keeps an engine that reads them waiting."""
         self._written = ExitStack()
         """Holds it until the last update."""
-
-    def _quantized(self, decoder: AnyDecoder) -> Decoder:
-        """The network that is trained, on the parameters of the one that is sampled from."""
-        if self._parallel.place.world > 1:
-            raise ConfigError("trainer.quantization: a single process trains in whole numbers", "start one, without torchrun")
-        if self._dtype is not torch.float32:
-            raise ConfigError(f"trainer.quantization: the model computes in {self._dtype}", "set model.dtype=float32")
-        return in_whole_numbers(decoder, self._config.quantization)
 
     def _make_reference(self, stored: StoredWeights | None) -> Reference:
         return Reference(

@@ -12,7 +12,6 @@ from redline.config.sections.lora import LoraConfig
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
 Loss = Literal["clip", "gspo", "cispo", "reinforce"]
 Sharding = Literal["none", "grad_op", "full"]
-TrainingQuantization = Literal["none", "int16"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Mismatch = Literal[
@@ -141,10 +140,6 @@ class TrainerConfig(Section):
     gradient_checkpointing: Literal["none", "light", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it. `light`: the MLPs' activations. `selective`: the MLPs.
     `full`: whole layers."""
-    quantization: TrainingQuantization = "none"
-    """Multiply in whole numbers on a CPU: the products of every linear layer and of the head, forward and backward, of the
-    policy and of its reference. `int16`: a product is off by 2e-4 of its size, less than one of TF32. It takes a single process
-    and `model.dtype: float32`, in which weights, gradients, adapters and the critic stay."""
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Per device: tokens through the network at once; by default what memory holds, and no more than what keeps logits from
     being computed twice. It shrinks after running out of memory."""

@@ -244,9 +244,6 @@ def divided(setup: Setup, sharding: Sharding | None, tensor_parallel_size: int |
 
 
 def _check_quantization(config: Config, device: Device) -> None:
-    if config.trainer.quantization != "none" and device.is_gpu:
-        what = f"trainer.quantization = {config.trainer.quantization}"
-        raise ConfigError(f"{what}: it is for CPUs, and the plan for {device.name}", "set trainer.quantization=none")
     kind, hint = config.engine.quantization, "set engine.quantization=none"
     if kind == "none":
         return

@@ -67,11 +67,6 @@ def backward(grad_TN: Tensor, weight_NK: Tensor, out: Tensor | None = None) -> T
     return out_TK
 
 
-def gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
-    """gradᵀ @ x, in their dtype."""
-    return grad_TN.T @ x_TK
-
-
 def gradient_(total_NK: Tensor, grad_TN: Tensor, x_TK: Tensor, *, is_first: bool) -> None:
     """gradᵀ @ x, which the float32 total becomes, or is added to it."""
 

@@ -45,8 +45,7 @@ BARE = ActiveLora({}, torch.empty(0))
 def project(linear: nn.Linear, x_TI: Tensor, lora: ActiveLora | None) -> Tensor:
     """The linear layer, and what each token's adapter adds to it."""
     if lora is BARE:
-        multiply = getattr(linear, "multiply", few_rows.linear)
-        return multiply(x_TI, linear.weight, linear.bias)
+        return few_rows.linear(x_TI, linear.weight, linear.bias)
     y_TO = few_rows.linear(x_TI, linear.weight, linear.bias) if type(linear) is nn.Linear else linear(x_TI)
     return y_TO if lora is None else lora.rooms[linear].add(x_TI, y_TO, lora.others_TC)
 

@@ -13,7 +13,7 @@ Letters: R rank, N targeted projections of a layer, C = N · R, I inputs, O outp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,6 @@ class AdaptedLinear(nn.Linear):
         self.rows = dict(rows)
         """Projection → its rows of the output, in order."""
         self.scale = config.scale
-        self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
-        """Multiplies by the weight."""
         # A network without weights is divided before it is filled: its adapter is drawn whole on the host, and divided there.
         device = torch.device("cpu") if linear.weight.is_meta else linear.weight.device
         a_CI = torch.empty(len(rows) * config.rank, linear.in_features)
@@ -99,7 +97,7 @@ class AdaptedLinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.zeros(sum(r.stop - r.start for r in rows.values()), config.rank, device=device))
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return self.add(x_TI, self.multiply(x_TI, self.weight, self.bias))
+        return self.add(x_TI, super().forward(x_TI))
 
     def add(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
         """The linear layer's `y`, which is used up, and what the adapter adds to it."""

@@ -12,32 +12,23 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from redline.config.sections.trainer import TrainingQuantization
 from redline.kernels.available import kernels_serve
-from redline.models.layers import products, whole_numbers
+from redline.models.layers import products
 from redline.models.layers.gradient_sums import sum_of
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """Logits of one chunk: in float32 on the CPU, in the compute dtype on a GPU, which wants larger products."""
-PRODUCTS = {"none": products, "int16": whole_numbers}
-"""By `trainer.quantization`."""
 KEPT_BYTES = {"cpu": 2**28, "cuda": 3 * 2**30}
 """Logits kept for the backward pass, in the compute dtype: each spares a product with the whole vocabulary."""
 
 
 def selected_logprobs(
-    hidden_ME: Tensor,
-    weight_VE: Tensor,
-    targets_M: Tensor,
-    temperature: float,
-    cap: float | None = None,
-    quantization: TrainingQuantization = "none",
+    hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """float32 log softmax(logits / temperature)[target], and the entropy of each distribution. The logits are hidden @ weightᵀ,
     with a `cap` cap · tanh(that / cap)."""
     if cap is None:
-        return _SelectedLogprobs.apply(hidden_ME, weight_VE, targets_M, temperature, quantization)
-    assert quantization == "none", "no network with a cap is multiplied otherwise"
+        return _SelectedLogprobs.apply(hidden_ME, weight_VE, targets_M, temperature)
     found = [
         checkpoint(
             _capped_logprobs, hidden, weight_VE, targets, temperature, cap, use_reentrant=False, preserve_rng_state=False
@@ -58,30 +49,22 @@ def _capped_logprobs(
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ME: Tensor,
-        weight_VE: Tensor,
-        targets_M: Tensor,
-        temperature: float,
-        quantization: TrainingQuantization,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         room = KEPT_BYTES[weight_VE.device.type] if any(ctx.needs_input_grad) else 0
         found: list[tuple[Tensor | None, _Summary]] = []
         for hidden, targets in _chunks(weight_VE, room, hidden_ME, targets_M):
-            logits = PRODUCTS[quantization].forward(hidden, weight_VE)
+            logits = products.forward(hidden, weight_VE)
             room -= logits.nbytes
             keeps = room >= 0
             summary = _summarise(logits, targets, temperature, keeps=keeps)
             found.append((logits if keeps else None, summary))
         ctx.save_for_backward(hidden_ME, weight_VE, targets_M)
         ctx.temperature, ctx.chunks, ctx.sum = temperature, found, sum_of(weight_VE)
-        ctx.quantization = quantization
         ctx.set_materialize_grads(False)  # without a gradient of the entropies, nothing need be computed for them
         return torch.cat([summary.logprobs for _, summary in found]), torch.cat([summary.entropies for _, summary in found])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
         hidden_ME, weight_VE, targets_M = ctx.saved_tensors
         grad_hidden_ME = torch.empty_like(hidden_ME)
         grad_weight_VE: Tensor | None = None
@@ -91,7 +74,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         of_entropies = () if grads[1] is None else (grads[1].contiguous(),)
         room = KEPT_BYTES[weight_VE.device.type]
         parts = _chunks(weight_VE, room, hidden_ME, grad_hidden_ME, targets_M, grad_logprobs_M, *of_entropies)
-        chunks, products = ctx.chunks, PRODUCTS[ctx.quantization]
+        chunks = ctx.chunks
         ctx.chunks = [(None, summary) for _, summary in chunks]  # logits are overwritten below
         for (hidden, grad_hidden, targets, grad, *of_entropy), (logits, summary) in zip(parts, chunks, strict=True):
             if logits is None:
@@ -105,9 +88,9 @@ class _SelectedLogprobs(torch.autograd.Function):
             if ctx.sum is not None:
                 ctx.sum.add_product(outgoing, _times(hidden, factors))
             elif ctx.needs_input_grad[1]:
-                product = products.gradient(outgoing, _times(hidden, factors))
+                product = outgoing.T @ _times(hidden, factors)
                 grad_weight_VE = _plus(grad_weight_VE, product, alone=len(hidden) == len(hidden_ME))
-        return grad_hidden_ME, None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype), None, None, None
+        return grad_hidden_ME, None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype), None, None
 
 
 class _Summary(NamedTuple):

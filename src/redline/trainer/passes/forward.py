@@ -89,7 +89,7 @@ def predicted(
         if len(pairs_U) < len(from_M):
             from_M, targets_M, place_M = pairs_U // len(weight_VE), pairs_U % len(weight_VE), places_M
     hidden_ME = selected_rows(hidden_TE, from_M)
-    found = selected_logprobs(hidden_ME, weight_VE, targets_M, temperature, decoder.logit_cap, decoder.quantization)
+    found = selected_logprobs(hidden_ME, weight_VE, targets_M, temperature, decoder.logit_cap)
     return found if place_M is None else (found[0][place_M], found[1][place_M])
 
 
