@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from redline.kernels.cpu import logprobs
 from redline.lab.plan.setup import Setup
 from redline.models.sizes.flops import quantized_bytes
 from redline.models.sizes.memory import (
@@ -97,12 +100,14 @@ def kept_logits(setup: Setup, predicted: int) -> tuple[int, int]:
     rows = chunk_rows(predicted, vocabulary, setup.dtype, kind, KEPT_BYTES[kind])
     chunks = [rows] * (predicted // rows) + ([predicted % rows] if predicted % rows else [])
     room, kept, passing = KEPT_BYTES[kind], 0, 0
+    in_c = logprobs.serves(torch.device("cpu"), setup.dtype)
     for chunk in chunks:
         size = chunk * vocabulary * setup.dtype.itemsize
         room -= size
         kept += size if room >= 0 else 0
-        # The CPU also has a float32 copy, which becomes the log-probabilities, and the probabilities.
-        passing = max(passing, (0 if room >= 0 else size) + (0 if setup.device.is_gpu else 2 * chunk * vocabulary * FLOAT32))
+        # Without its C, a CPU also has a float32 copy, which becomes the log-probabilities, and the probabilities.
+        copies = 0 if setup.device.is_gpu or in_c else 2 * chunk * vocabulary * FLOAT32
+        passing = max(passing, (0 if room >= 0 else size) + copies)
     return kept, passing
 
 

@@ -2,7 +2,8 @@
 
 For a vocabulary of 150k, the logits of a few thousand tokens weigh more than the model. Here they are made one chunk at a time.
 Those of the first few chunks are kept for the backward pass, which turns them into their gradient in place; on a GPU most of
-that is done by the forward pass already (`logprob_kernels.py`). Those of the others it computes again."""
+that is done by the forward pass already (`kernels/logprobs.py`). Those of the others it computes again. On a CPU the passes
+over logits are C (`kernels/cpu/logprobs.py`), or without a compiler torch's."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from redline.kernels.available import kernels_serve
+from redline.kernels.cpu import logprobs as cpu
 from redline.models.layers import products
 from redline.models.layers.gradient_sums import sum_of
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """Logits of one chunk: in float32 on the CPU, in the compute dtype on a GPU, which wants larger products."""
-KEPT_BYTES = {"cpu": 2**28, "cuda": 3 * 2**30}
+KEPT_BYTES = {"cpu": 2**29, "cuda": 3 * 2**30}
 """Logits kept for the backward pass, in the compute dtype: each spares a product with the whole vocabulary."""
 
 
@@ -112,6 +114,9 @@ def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, keeps: bo
             logprobs, entropies, *others = to_slopes_(logits, targets, temperature)
             return _Summary(logprobs, entropies, tuple(others))
         return _Summary(*summarise(logits, targets, temperature), ())
+    if cpu.serves(logits.device, logits.dtype):
+        logprobs, entropies, normalizers = cpu.summarise(logits, targets, temperature)
+        return _Summary(logprobs, entropies, (normalizers,))
     scaled = _scaled(logits, temperature, overwrite=not keeps)
     normalizer = torch.logsumexp(scaled, dim=-1)
     logprob = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
@@ -142,6 +147,10 @@ def _to_gradient(
         )
         return logits, None
     (normalizers,) = summary.others
+    if cpu.serves(logits.device, dtype):
+        found = summary.logprobs, summary.entropies, normalizers
+        cpu.to_gradient_(logits, targets, found, grad_logprob, grad_entropy, temperature)
+        return logits, None
     log_p = _scaled(logits, temperature, overwrite=True).sub_(normalizers[:, None])
     # d logprob / d logit = (1[v = target] - p_v) / temperature
     grad = log_p.exp().mul_(-grad_logprob[:, None])

@@ -26,10 +26,15 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
     return everything[torch.arange(len(targets)), targets], -(everything.exp() * everything).sum(dim=-1)
 
 
-@pytest.fixture(params=["torch", "kernels"])
+@pytest.fixture(params=["torch", "C", "kernels"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the CPU, or as on a GPU."""
-    if request.param == "kernels":
+    """As on a CPU without a compiler and with one, or as on a GPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(module.cpu, "serves", lambda *_: False)
+    elif request.param == "C":
+        if not module.cpu.serves(torch.device("cpu"), torch.float32):
+            pytest.skip("no compiler here serves")
+    else:
         pytest.importorskip("triton")
         request.getfixturevalue("interpreter")
         monkeypatch.setattr(module, "kernels_serve", lambda _: True)
