@@ -185,7 +185,7 @@ class Decoder(nn.Module):
     def training_code(self, dtype: torch.dtype) -> LayerCode:
         """What runs its layers in a training step that computes in `dtype`."""
         there = next(self.parameters())  # any: a stage may have no embedding
-        kernels, compiled = kernels_serve(there), there.is_cpu and cpu.is_there()
+        kernels, compiled = kernels_serve(there), there.is_cpu and cpu.is_there(dtype)
         return layer_code(self.spec, dtype, self.checkpointing, kernels=kernels, whole=self._are_whole, compiled=compiled)
 
     @property

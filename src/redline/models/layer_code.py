@@ -31,13 +31,13 @@ def layer_code(
 
     `kernels`: the Triton kernels serve on the device (`kernels/available.py`). `whole`: every projection is a plain linear that
     this process has to itself, without an adapter. Layers by hand know half precision, no norm on heads, no bias but that of
-    the queries, keys and values, no experts, and cannot compute an MLP again. `compiled`: there is the C for a CPU, which knows
-    float32."""
+    the queries, keys and values, no experts, and cannot compute an MLP again. `compiled`: there is the C for a CPU, in this
+    dtype."""
     if not isinstance(shape, DecoderSpec):
         return "eager"
     if not kernels:
         has_rows = all(columns % LANES == 0 for columns in (shape.hidden_size, *shape.inner_sizes))
-        return "compiled" if compiled and has_rows and dtype is torch.float32 else "eager"
+        return "compiled" if compiled and has_rows else "eager"
     by_hand = whole and checkpointing != "selective" and dtype.itemsize == 2
     has_more = shape.qk_norm or shape.o_bias or shape.mlp_bias or shape.experts is not None
     return "fused" if by_hand and not has_more else "kernels"

@@ -32,7 +32,7 @@ OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
     [
         ({}, "fused"),
         ({"kernels": False}, "eager"),
-        ({"kernels": False, "compiled": True}, "eager"),
+        ({"kernels": False, "compiled": True}, "compiled"),
         ({"kernels": False, "compiled": True, "dtype": torch.float32}, "compiled"),
         ({"kernels": False, "compiled": True, "dtype": torch.float32, "shape": OTHER_NETWORK}, "eager"),
         ({"kernels": False, "dtype": torch.float32}, "eager"),
@@ -98,8 +98,12 @@ def test_a_part_of_a_decoder_is_no_longer_whole(decoder: Decoder) -> None:
     assert part.training_code(torch.bfloat16) == "kernels"
 
 
-def test_on_the_cpu_no_kernel_runs_a_layer(decoder: Decoder) -> None:
-    assert decoder.training_code(torch.bfloat16) == "eager"
+@pytest.mark.parametrize(("dtype", "is_there", "code"), [(torch.float32, True, "compiled"), (torch.float16, False, "eager")])
+def test_on_the_cpu_no_kernel_runs_a_layer(
+    decoder: Decoder, dtype: torch.dtype, is_there: bool, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_module.cpu, "is_there", lambda asked: is_there and asked is dtype)
+    assert decoder.training_code(dtype) == code
 
 
 def test_a_stage_without_an_embedding_and_the_whole_network_agree(decoder: Decoder) -> None:

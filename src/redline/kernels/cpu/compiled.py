@@ -38,6 +38,8 @@ MOST_KEPT = 64
 DIGEST = hashlib.sha256().digest_size
 CPU_FACTS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features", "features", "isa")
 """Lines of /proc/cpuinfo, under the names that each architecture has for them."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""What `numbers.h` takes for BFLOAT16."""
 INSTALL = "install gcc 9 or newer"
 ELSEWHERE = "set TMPDIR to a folder with room that programs may be run from"
 

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.compiled import library
+from redline.kernels.cpu.compiled import DTYPES, library
 
 SOURCE = Path(__file__).with_suffix(".c")
-BITS = {torch.float32: 32, torch.bfloat16: 16}
-"""Of a logit."""
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether these functions take such logits. Compiles them when it is first asked."""
-    return device.type == "cpu" and dtype in BITS and _functions(dtype) is not None
+    return device.type == "cpu" and dtype in DTYPES and _functions(dtype) is not None
 
 
 def summarise(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +42,7 @@ def to_gradient_(
 
 @cache
 def _functions(dtype: torch.dtype) -> Any | None:
-    compiled = library(SOURCE, f"-DBITS={BITS[dtype]}")
+    compiled = library(SOURCE, f"-DBFLOAT16={DTYPES[dtype]}")
     if compiled is None:
         return None
     sizes = [c_long, c_long, c_float, c_int]

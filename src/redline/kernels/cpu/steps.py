@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.compiled import library
+from redline.kernels.cpu.compiled import DTYPES, library
 from redline.kernels.cpu.products import Products
 from redline.kernels.cpu.quantized import QuantizedProducts
 
@@ -24,7 +24,6 @@ LANES = 16
 """Numbers that rows are multiples of; the longest vector's."""
 MOST_GROUPED = 16
 """Query heads of a key/value head. Both are `steps.c`'s."""
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a training step does between its products on a CPU, in float32, with gradients: `training.c`.
+"""What a training step does between its products on a CPU, in float32 and bfloat16, with gradients: `training.c`.
 
 torch does each of these in several passes over memory, forward and backward, and keeps more for the backward pass. Here a norm
 keeps its sum and a factor of each token, the activation its input, and the rotation nothing.
@@ -14,21 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.compiled import library
+from redline.kernels.cpu.compiled import DTYPES, library
 
 SOURCE = Path(__file__).with_suffix(".c")
 LANES = 16
 """Numbers that rows are multiples of; the longest vector's."""
+IN_FLOAT32 = {"add_rms_norm": (5,), "rms_norm_backward": (2, 6)}
+"""Arguments that are float32 whatever the others are: the factor of each token, and the parts of a weight's gradient."""
 
 
-def is_there() -> bool:
-    """Compiles them when it is first asked."""
-    return _functions() is not None
+def is_there(dtype: torch.dtype) -> bool:
+    """Whether there are such functions. Compiles them when it is first asked."""
+    return dtype in DTYPES and _functions(dtype) is not None
 
 
 def serves(x: Tensor, width: int) -> bool:
     """Whether these functions take a tensor of such rows, or parts of rows."""
-    return x.is_cpu and x.dtype is torch.float32 and width % LANES == 0 and is_there()
+    return x.is_cpu and width % LANES == 0 and is_there(x.dtype)
 
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -55,8 +57,8 @@ def turned_heads(
 
 
 @cache
-def _functions() -> Any | None:
-    compiled = library(SOURCE)
+def _functions(dtype: torch.dtype) -> Any | None:
+    compiled = library(SOURCE, f"-DBFLOAT16={DTYPES[dtype]}")
     if compiled is None:
         return None
     sizes = [c_long, c_long]
@@ -69,12 +71,14 @@ def _functions() -> Any | None:
 
 
 def _call(name: str, tensors: tuple[Tensor | None, ...], *sizes: float) -> None:
-    """Addresses are all that the C is given: it reads on where a tensor ends, and other types as float32."""
-    pointers = []
-    for tensor in tensors:
-        assert tensor is None or (tensor.is_contiguous() and tensor.dtype is torch.float32)
+    """Addresses are all that the C is given: it reads on where a tensor ends, and other types as its own."""
+    assert tensors[0] is not None
+    dtype, pointers = tensors[0].dtype, []
+    for place, tensor in enumerate(tensors):
+        wanted = torch.float32 if place in IN_FLOAT32.get(name, ()) else dtype
+        assert tensor is None or (tensor.is_contiguous() and tensor.dtype is wanted)
         pointers.append(None if tensor is None else tensor.data_ptr())
-    getattr(_functions(), name)(*pointers, *sizes, torch.get_num_threads())
+    getattr(_functions(dtype), name)(*pointers, *sizes, torch.get_num_threads())
 
 
 def _normed(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +87,7 @@ def _normed(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float)
     assert delta_TE is None or delta_TE.shape == x_TE.shape
     x_TE, delta_TE = x_TE.contiguous(), None if delta_TE is None else delta_TE.contiguous()
     sum_TE, normed_TE = x_TE if delta_TE is None else torch.empty_like(x_TE), torch.empty_like(x_TE)
-    scale_T = x_TE.new_empty(len(x_TE))
+    scale_T = x_TE.new_empty(len(x_TE), dtype=torch.float32)
     _call("add_rms_norm", (x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T), *x_TE.shape, eps)
     return sum_TE, normed_TE, scale_T
 
@@ -126,10 +130,10 @@ class _AddRMSNorm(torch.autograd.Function):
         grad_sum_TE, grad_normed_TE = grads if len(grads) == 2 else (None, *grads)
         if grad_normed_TE is None:
             return grad_sum_TE, grad_sum_TE if ctx.needs_input_grad[1] else None, None, None
-        grad_TE, parts_PE = torch.empty_like(sum_TE), sum_TE.new_zeros(torch.get_num_threads(), len(weight_E))
+        grad_TE, parts_PE = torch.empty_like(sum_TE), scale_T.new_zeros(torch.get_num_threads(), len(weight_E))
         given = (grad_normed_TE.contiguous(), None if grad_sum_TE is None else grad_sum_TE.contiguous())
         _call("rms_norm_backward", (sum_TE, weight_E, scale_T, *given, grad_TE, parts_PE), *sum_TE.shape)
-        return grad_TE, grad_TE if ctx.needs_input_grad[1] else None, parts_PE.sum(dim=0), None
+        return grad_TE, grad_TE if ctx.needs_input_grad[1] else None, parts_PE.sum(dim=0).to(weight_E.dtype), None
 
 
 class _SiluMul(torch.autograd.Function):

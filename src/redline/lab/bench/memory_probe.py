@@ -120,7 +120,7 @@ def _planned(decoder: AnyDecoder, settings: MemorySettings, sequences: int) -> d
     )
     checkpointing: Checkpointing = config.gradient_checkpointing
     kernels = settings.device == "cuda" and has_triton()
-    compiled = settings.device == "cpu" and training.is_there()
+    compiled = settings.device == "cpu" and training.is_there(dtype)
     code = layer_code(decoder.spec, dtype, checkpointing, kernels=kernels, whole=not config.lora.rank, compiled=compiled)
     each = token_bytes(decoder.spec, sum(p.numel() for p in decoder.parameters()), dtype, checkpointing, code)
     activations = logits_bytes(decoder.spec, dtype) + sequences * settings.tokens * each.training

@@ -140,7 +140,7 @@ class Setup:
     def layer_code(self) -> LayerCode:
         whole = not self.config.trainer.lora.rank
         on_gpu = self.device.is_gpu
-        facts = {"kernels": on_gpu, "whole": whole, "compiled": not on_gpu and training.is_there()}
+        facts = {"kernels": on_gpu, "whole": whole, "compiled": not on_gpu and training.is_there(self.dtype)}
         return layer_code(self.model.shape, self.dtype, self.checkpointing, **facts)
 
     @property

@@ -90,7 +90,7 @@ def test_a_token_keeps_what_the_formula_says(
     found = (bytes_kept(decoder, 192) - bytes_kept(decoder, 64)) / 128
     code = decoder.training_code(dtype)
     each = layer_bytes(spec, 0, dtype, code, scores=spec.num_heads * LENGTH if scores == "written out" else 0)
-    last_norm = (4 if code == "compiled" else 2 * 4) * spec.hidden_size
+    last_norm = (dtype.itemsize if code == "compiled" else 2 * 4) * spec.hidden_size
     nothing_to_add = dtype.itemsize * spec.hidden_size if checkpointing == "full" else 0  # to the first layer's input
     predicted = spec.num_layers * each.kept_with(checkpointing) + last_norm - nothing_to_add
     assert predicted <= found
