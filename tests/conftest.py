@@ -28,9 +28,12 @@ settings.register_profile("redline", deadline=None, suppress_health_check=[Healt
 settings.register_profile("thorough", settings.get_profile("redline"), max_examples=100)  # `make test-all` has the time
 settings.load_profile("redline")
 
-USERS_CACHE = os.environ.get("XDG_CACHE_HOME")
-_CACHE = Path(tempfile.mkdtemp(prefix="redline-test-cache-"))
-os.environ["XDG_CACHE_HOME"] = str(_CACHE)
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not _IS_WORKER:  # the processes of one run share what they compile and convert; workers inherit all three
+    os.environ["REDLINE_TESTS_USERS_CACHE"] = os.environ.get("XDG_CACHE_HOME", "")
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="redline-test-cache-")
+_USERS_CACHE = os.environ["REDLINE_TESTS_USERS_CACHE"]
+_CACHE = os.environ["XDG_CACHE_HOME"]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,24 +48,29 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
         from support.interpreted import make_interpreter_quicker
 
         make_interpreter_quicker()
+    if "support.forks" in sys.modules and not session.config.option.collectonly:
+        from support.forks import start_the_origin
+
+        start_the_origin()
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(_CACHE, ignore_errors=True)
+    if not _IS_WORKER:
+        shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 @pytest.fixture
 def users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model cache of whoever runs the tests, for tests of models that take long to make."""
-    if USERS_CACHE is None:
-        monkeypatch.delenv("XDG_CACHE_HOME")
+    if _USERS_CACHE:
+        monkeypatch.setenv("XDG_CACHE_HOME", _USERS_CACHE)
     else:
-        monkeypatch.setenv("XDG_CACHE_HOME", USERS_CACHE)
+        monkeypatch.delenv("XDG_CACHE_HOME")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from io import TextIOWrapper
+from multiprocessing import forkserver
 from pathlib import Path
 
 from redline import cli
@@ -24,14 +25,33 @@ FORKS.set_forkserver_preload(
         "redline.cli",
         "redline.launch.run",
         "redline.launch.start",
+        "redline.launch.workers.ray_ranks",
         "redline.serve.server",
         "redline.models.files.tiny",
+        "redline.telemetry.console.unread_output",
+        "numpy.ctypeslib",
         "transformers.modeling_utils",
-        "transformers.models.auto",
-        "transformers.models.llama",
-        "support.forks",
+        "transformers.tokenization_utils_tokenizers",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.llama.configuration_llama",
+        "support.crashing_runs",
+        "support.frozen",
     ]
 )
+
+
+def start_the_origin() -> None:
+    """Start the process that others are forked from, with the environment as it is now and `tests/` on its path, where
+    multiprocessing would not look for what is to be imported. Returns at once."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 class Forked:
