@@ -42,6 +42,7 @@ SLOW_BFLOAT16 = (
     "model.dtype = bfloat16: this CPU has no instructions for it; float32 may be many times faster (model.dtype=auto)"
 )
 SET_NONE = "set engine.quantization=none"
+CHOOSE_BFLOAT16 = "choose bfloat16 as the dtype, or set engine.quantization=none"
 MAX_ROWS = 1024
 """Rows that an engine has unasked, at most: 1,024 rows of logits over 152,000 tokens take 0.6 GB in float32."""
 BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:small", "builtin:tiny")
@@ -76,7 +77,7 @@ def resolve(config: Config) -> Resolved:
     config, reasons = fill_algorithm(config)
     check_algorithm(config)
     run, model, of_machine, warnings = _of_machine(config.run, config.model)
-    _check_quantization(config.engine, run.device)
+    _check_quantization(config.engine, run.device, model.dtype)
     reasons |= of_machine
     recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(
         config.trainer, model.dtype, config.engine.quantization
@@ -104,7 +105,7 @@ def resolve_engine(recipe: EngineRecipe) -> ResolvedEngine:
     """Replace every `auto`, and refuse what cannot run here."""
     _check_model(recipe.model.path)
     run, model, _, warnings = _of_machine(recipe.run, recipe.model)
-    _check_quantization(recipe.engine, run.device)
+    _check_quantization(recipe.engine, run.device, model.dtype)
     return ResolvedEngine(recipe.model_copy(update={"run": run, "model": model}), warnings)
 
 
@@ -123,13 +124,15 @@ def _of_machine(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelCon
     )
 
 
-def _check_quantization(engine: EngineConfig, device: str) -> None:
+def _check_quantization(engine: EngineConfig, device: str, dtype: str) -> None:
     kind = engine.quantization
     if kind == "none":
         return
     if kind == "fp8":
         if device != "cuda":
             raise ConfigError(f"engine.quantization = fp8: it is for GPUs, and this is on {device}", SET_NONE)
+        if dtype != "bfloat16":
+            raise ConfigError(f"engine.quantization = fp8: the rest is in bfloat16, and the dtype is {dtype}", CHOOSE_BFLOAT16)
         return
     if device != "cpu":
         raise ConfigError(f"engine.quantization = {kind}: it is for CPUs, and this is on {device}", SET_NONE)

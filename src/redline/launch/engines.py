@@ -98,13 +98,14 @@ def refuse_other_kinds(config: EngineConfig) -> None:
         raise ConfigError(why, "leave engine.kind out")
 
 
-def check_quantization(config: EngineConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise `RedlineError` for a model, or a machine, that cannot be sampled in fewer bits as `engine.quantization` says.
-    Compiles the products of whole numbers."""
+def check_quantization(config: EngineConfig, folder: Path | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `RedlineError` for a machine, or a model, that cannot be sampled in fewer bits as `engine.quantization` says; of a
+    model whose folder is still to be made only the machine is looked at. Compiles the products of whole numbers."""
     if config.quantization == "none":
         return
-    described = load_config(folder)
-    check_shape(spec_from_config(described) if is_ours(described) else None, config.quantization)
+    if folder is not None:
+        described = load_config(folder)
+        check_shape(spec_from_config(described) if is_ours(described) else None, config.quantization)
     if config.quantization == "fp8":
         refuse_without_fp8(device, dtype, block_size_for(config, device))
     else:

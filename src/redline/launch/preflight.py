@@ -213,14 +213,16 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
 
     path = config.model.path
     folder = small_files(path, config.run.seed)
+    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     if folder is None:
+        check_quantization(config.engine, None, device, dtype)
         notes.append(f"{path} is converted when it is first used; its prompts were not looked at")
         return
     positions = check_folder(folder, with_weights=not is_on_hub(path))
     if config.engine.record_routing:
         described = load_config(folder)
         routing_shape(spec_from_config(described) if is_ours(described) else None)
-    check_quantization(config.engine, folder, torch.device(config.run.device), getattr(torch, config.model.dtype))
+    check_quantization(config.engine, folder, device, dtype)
     check_model_for_ranks(config, folder)
     rollouts, tokenizer = config.rollouts, load_tokenizer(folder)
     stop_token_ids(folder, tokenizer)

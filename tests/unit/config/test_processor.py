@@ -70,7 +70,12 @@ def test_products_of_a_gpu_are_refused_on_a_cpu_and_known_to_no_cpu(monkeypatch:
         resolve_engine(validate_engine({"run": {"device": "cpu"}, **asked}, "here"))
     assert caught.value.hint == "set engine.quantization=none"
     monkeypatch.setattr(sys.modules["redline.config.resolve"], "_device", lambda asked: (asked, ""))
-    assert resolve_engine(validate_engine({"run": {"device": "cuda"}, **asked}, "here")).recipe.engine.quantization == "fp8"
+    on_gpu = {"run": {"device": "cuda"}, "engine": {"quantization": "fp8"}}
+    wide = {"model": {"path": "builtin:tiny", "dtype": "float32"}}
+    with pytest.raises(ConfigError, match="the rest is in bfloat16, and the dtype is float32"):
+        resolve_engine(validate_engine(on_gpu | wide, "here"))
+    narrow = {"model": {"path": "builtin:tiny", "dtype": "bfloat16"}}
+    assert resolve_engine(validate_engine(on_gpu | narrow, "here")).recipe.engine.quantization == "fp8"
     assert not multiplies_in("fp8")
 
 
@@ -86,6 +91,22 @@ def test_rounding_is_no_ratio_that_gspo_clips(quantization: Quantization, recomp
     found, why = recomputes_old_logprobs(trainer, "float32", quantization)
     assert found is recomputes
     assert quantization == "none" or quantization in why
+
+
+@pytest.mark.parametrize(("quantization", "recomputes"), [("none", False), ("int16", False), ("int8", True), ("fp8", True)])
+def test_coarse_rounding_is_no_ratio_that_any_loss_clips(quantization: Quantization, recomputes: bool) -> None:
+    found, why = recomputes_old_logprobs(TrainerConfig(), "bfloat16", quantization)
+    assert found is recomputes
+    assert not recomputes or quantization in why
+    assert not recomputes_old_logprobs(TrainerConfig(loss="cispo"), "bfloat16", quantization)[0]
+    assert not recomputes_old_logprobs(TrainerConfig(recompute_old_logprobs=False), "bfloat16", quantization)[0]
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+@pytest.mark.parametrize("case", ["generate", "rollout", "e2e"])
+def test_a_bench_of_another_engine_is_refused_what_ours_alone_does(case: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.quantization = 'int16': without effect here"):
+        make_settings(case, ["model=builtin:tiny", "device=cpu", f"engine.kind={kind}", "engine.quantization=int16"])
 
 
 @pytest.mark.parametrize("case", ["generate", "n-sampling", "rollout", "e2e"])

@@ -417,3 +417,13 @@ def test_a_cluster_without_its_package_is_refused_with_the_command_that_brings_i
     with pytest.raises(ConfigError, match="the package ray is not installed") as refused:
         recipes.check(placement={"cluster": "ray"})
     assert "[ray]" in refused.value.hint
+
+
+def test_a_machine_that_cannot_sample_in_fewer_bits_is_refused_before_a_model_is_converted(
+    recipes: Recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("redline.models.files.sources.small_files", lambda path, seed: None)
+    config = recipes.recipe(engine={"quantization": "int16"})
+    with_gpu = config.model_copy(update={"engine": config.engine.model_copy(update={"quantization": "fp8"})})
+    with pytest.raises(ConfigError, match="it is for GPUs"):
+        check(with_gpu)

@@ -133,7 +133,8 @@ class TrainerConfig(Section):
     recompute_old_logprobs: Literal["auto", True, False] = "auto"
     """The old policy of the loss is the trainer's own at the beginning of the step (`true`), not the engine that sampled
     (`false`). With several updates per step that takes a pass over the batch, with one it takes none. `auto` is `true` where a
-    step has several updates, or `loss: gspo` would clip the rounding of bfloat16; `loss: cispo` and `reinforce` need it not."""
+    step has several updates, and where the rounding of the engine would be clipped: of bfloat16 and less by `loss: gspo`, of
+    `engine.quantization: int8` and `fp8` by `clip` too; `cispo` and `reinforce` clip nothing around it."""
     replay_routing: bool = False
     """Send each token of a mixture of experts to the experts that it went to when it was sampled (`engine.record_routing`),
     with the weights that the router gives them now. Without it a router that rounds otherwise trains other experts."""

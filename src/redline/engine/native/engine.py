@@ -351,11 +351,12 @@ class NativeEngine:
         self._in_flight.collect(0, self.version)
         self._scheduler.suspend()
         self._under_way.leave_all()
-        freed, self._runner, self._quantized = self._runner.cache.bytes, None, None
+        cached, copied = self._runner.cache.bytes, self._copied_bytes
+        self._runner = self._quantized = None
         self._offloaded = OffloadedWeights(self.decoder) if weights else None
         if self.decoder.output_weight.device.type == "cuda":
             torch.cuda.empty_cache()
-        return MemoryMoved(freed, self._offloaded.bytes if self._offloaded else 0, watch.seconds)
+        return MemoryMoved(cached, copied + (self._offloaded.bytes if self._offloaded else 0), watch.seconds)
 
     @torch.inference_mode()
     def wake(self) -> MemoryMoved:
@@ -367,7 +368,13 @@ class NativeEngine:
         if offloaded is not None:
             offloaded.restore()
         self._runner = self._make_runner()
-        return MemoryMoved(self._runner.cache.bytes, offloaded.bytes if offloaded else 0, watch.seconds)
+        moved = self._copied_bytes + (offloaded.bytes if offloaded else 0)
+        return MemoryMoved(self._runner.cache.bytes, moved, watch.seconds)
+
+    @property
+    def _copied_bytes(self) -> int:
+        """Of the weights that are sampled from in fewer bits."""
+        return 0 if self._quantized is None else self._quantized.bytes
 
     @property
     def _awake(self) -> Runner:
@@ -416,5 +423,5 @@ class NativeEngine:
             return {"kv_cache": 0}
         blocks, whole = runner.cache.blocks, runner.cache.bytes
         used = whole // runner.cache.num_blocks * (1 + self._pool.num_touched)
-        quantized = {"quantized_weights": self._quantized.bytes} if self._quantized is not None else {}
+        quantized = {"quantized_weights": self._copied_bytes} if self._quantized is not None else {}
         return {"kv_cache": used if blocks.device.type == "cpu" else whole, **quantized}

@@ -159,9 +159,15 @@ def refuse_without_fp8(device: torch.device, dtype: torch.dtype, block_size: int
     if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"{KEY} = fp8: {name} has no such products; GPUs since Ada have", HINT)
+    check_fp8_types(dtype, block_size)
+
+
+def check_fp8_types(dtype: torch.dtype, block_size: int | None) -> None:
+    """Raise `ConfigError` for a network, or a cache, that the kernels around such products do not know on any device."""
     if dtype is not torch.bfloat16:
-        raise ConfigError(f"{KEY} = fp8: the rest is in bfloat16, and model.dtype is {dtype}", "set model.dtype=bfloat16")
-    if block_size & (block_size - 1):
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"{KEY} = fp8: the rest is in bfloat16, and the dtype is {name}", f"choose bfloat16, or {HINT}")
+    if block_size is not None and block_size & (block_size - 1):
         raise ConfigError(f"{KEY} = fp8: engine.block_size = {block_size} is no power of two", "leave engine.block_size out")
 
 

@@ -45,9 +45,8 @@ def _functions(dtype: torch.dtype) -> Any | None:
     compiled = library(SOURCE, f"-DBFLOAT16={DTYPES[dtype]}")
     if compiled is None:
         return None
-    sizes = [c_long, c_long, c_float, c_int]
-    compiled.summarise.argtypes = [*[c_void_p] * 5, *sizes]
-    compiled.to_gradient.argtypes = [*[c_void_p] * 7, *sizes]
+    compiled.summarise.argtypes = [*[c_void_p] * 5, *[c_long] * 2, c_float, c_int]
+    compiled.to_gradient.argtypes = [*[c_void_p] * 7, *[c_long] * 2, c_float, c_int]
     compiled.summarise.restype = compiled.to_gradient.restype = None
     return compiled
 

@@ -234,7 +234,7 @@ def _choose_tensor_parallel(setup: Setup, rates: Rates) -> tuple[Setup, Choice]:
     if "tensor_parallel_size" in setup.given:
         return setup, Choice("tensor parallel", str(setup.tensor_parallel_size), "as --tensor-parallel says")
     options: dict[int, tuple[Setup, float, bool]] = {}
-    for size in (1, 2, 4, 8):
+    for size in (1, 2, 4, 8) if setup.config.engine.quantization == "none" else (1,):
         if setup.gpus % size or setup.model.shape.num_kv_heads % size or size > setup.gpus:
             continue
         changed = replace(setup, tensor_parallel_size=size)

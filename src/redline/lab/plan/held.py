@@ -23,6 +23,8 @@ from redline.models.sizes.memory import (
 from redline.trainer.loss.logprobs import KEPT_BYTES, chunk_rows
 from redline.trainer.optimizer.quantized_states import bytes_per_moments
 
+FEWER_BITS = "engine weights in fewer bits"
+
 
 def policy_bytes(setup: Setup) -> ParameterBytes:
     """The trainer's parameters, on one device: the fullest, where stages divide the layers. With FSDP the parts are float32
@@ -46,7 +48,7 @@ def held_terms(setup: Setup) -> dict[str, int]:
     if not setup.engine_shares_weights:
         terms["engine weights"] = size * setup.model.parameters // setup.tensor_parallel_size
     if config.engine.quantization != "none":
-        terms["engine weights in fewer bits"] = int(quantized_bytes(config.engine.quantization) * _quantized_parameters(setup))
+        terms[FEWER_BITS] = int(quantized_bytes(config.engine.quantization) * _quantized_parameters(setup))
     if config.needs_reference and not config.trainer.lora.rank and not config.trainer.reference_offload:
         terms["reference"] = -(-size * setup.own_parameters // setup.shards)  # divided as the policy is
     if config.needs_critic:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from redline.lab.plan.held import critic_bytes, held_terms, kept_logits, layer, per_token, policy_bytes
+from redline.lab.plan.held import FEWER_BITS, critic_bytes, held_terms, kept_logits, layer, per_token, policy_bytes
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.sizes import CUDA_CONTEXT, Sizes, choose_sizes
 from redline.lab.plan.stages import layers_of
@@ -112,7 +112,8 @@ def _loading(setup: Setup) -> dict[str, int]:
     held, own = held_terms(setup), policy_bytes(setup)
     base = {"CUDA context": CUDA_CONTEXT} if setup.device.is_gpu else {"process": setup.process_bytes}
     whole = FLOAT32 * setup.own_parameters // setup.shards
-    rest = {name: size for name, size in held.items() if name not in ("weights", "gradients", "engine weights")}
+    made_later = ("weights", "gradients", "engine weights", FEWER_BITS)
+    rest = {name: size for name, size in held.items() if name not in made_later}
     return {"weights": max(whole, own.weights), **rest, **base}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from redline.config import Config, resolve
+from redline.engine.native.quantized import check_fp8_types, check_shape
 from redline.errors import ConfigError
 from redline.kernels.cpu import training
 from redline.lab.material.workloads import RANDOM
@@ -217,6 +218,10 @@ def make_setup(
             f"--prompt-tokens {prompt_tokens}: {config.model.path} has {model.shape.max_positions:,} positions",
             "give fewer, or a model with more",
         )
+    if (kind := resolved.engine.quantization) != "none":
+        check_shape(model.shape, kind)
+        if kind == "fp8":
+            check_fp8_types(getattr(torch, resolved.model.dtype), resolved.engine.block_size)
     return Setup(resolved, model, device, gpus, work, judge, process_bytes)
 
 
@@ -227,6 +232,11 @@ def divided(setup: Setup, sharding: Sharding | None, tensor_parallel_size: int |
     if tensor_parallel_size is not None and setup.gpus % tensor_parallel_size:
         raise ConfigError(
             f"--tensor-parallel {tensor_parallel_size}: does not divide the {setup.gpus} devices", "give a divisor of --gpus"
+        )
+    if tensor_parallel_size not in (None, 1) and setup.config.engine.quantization != "none":
+        raise ConfigError(
+            f"--tensor-parallel {tensor_parallel_size}: engine.quantization needs the whole model in one process",
+            "leave it out, or set engine.quantization=none",
         )
     check_stages(setup.model, setup.stages, setup.gpus)
     if setup.stages > 1 and sharding not in (None, "none"):

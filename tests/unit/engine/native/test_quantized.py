@@ -203,10 +203,11 @@ def test_a_trained_adapter_counts_from_the_version_on_that_has_it(kind: str, fol
 def test_it_sleeps_and_wakes(kind: str, folder: Path) -> None:
     engine, asked = engine_of(load_decoder(folder), kind), requests()
     before = [c.token_ids.tolist() for c in generated(engine, asked)]
-    assert engine.memory()["quantized_weights"] > 0
-    engine.sleep()
+    held = engine.memory()["quantized_weights"]
+    assert held > 0
+    assert engine.sleep().weight_bytes == held
     assert "quantized_weights" not in engine.memory()
-    engine.wake()
+    assert engine.wake().weight_bytes == held
     assert [c.token_ids.tolist() for c in generated(engine, asked)] == before
 
 

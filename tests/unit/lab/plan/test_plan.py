@@ -40,7 +40,7 @@ from redline.lab.plan.devices import DEVICES, FLOAT32_FLOPS, find_device, with_p
 from redline.lab.plan.held import held_terms, kept_logits, policy_bytes
 from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.plan import Hardware, Plan, make_plan, plan_setup
-from redline.lab.plan.setup import Setup, make_setup
+from redline.lab.plan.setup import Setup, divided, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
 from redline.lab.plan.sizes import balanced, choose_sizes
 from redline.lab.plan.stages import parameters_of, time_share
@@ -699,6 +699,37 @@ def test_8_bit_floating_point_is_planned_for_gpus_that_have_it() -> None:
     more = sum(held_terms(setup).values()) - sum(held_terms(plain).values())
     heads = setup.model.head_parameters * (1 if setup.model.tied else 2)
     assert more == setup.model.parameters - heads
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"model": {"path": HALF, "dtype": "float32"}}, "the rest is in bfloat16"),
+        ({"engine": {"quantization": "fp8", "block_size": 48}}, "no power of two"),
+    ],
+)
+def test_what_a_run_in_8_bits_is_refused_no_plan_says_yes_to(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        setup_of(device="h200", **({"engine": {"quantization": "fp8"}} | sections))
+
+
+def test_heads_that_no_kernel_knows_are_not_planned_in_8_bits(tmp_path: Path) -> None:
+    write_model(tmp_path, llama(head_dim=48, hidden_size=96, intermediate_size=160))
+    with pytest.raises(ModelError, match="heads of 48"):
+        setup_of(str(tmp_path), engine={"quantization": "fp8"})
+
+
+def test_engines_in_fewer_bits_are_never_divided() -> None:
+    asked = recipe("random:qwen2.5-7b", engine={"quantization": "fp8"})
+    assert make_plan(asked, Hardware("h100", 8)).setup.tensor_parallel_size == 1
+    with pytest.raises(ConfigError, match="needs the whole model in one process"):
+        divided(make_setup(asked, DEVICES["h100"], 8), None, 4)
+
+
+def test_a_copy_in_fewer_bits_is_made_when_the_model_has_been_loaded() -> None:
+    found, plain = (estimate_memory(setup_of(engine={"quantization": kind})) for kind in ("fp8", "none"))
+    assert found.phase("loading").total == plain.phase("loading").total
+    assert found.worst.total > plain.worst.total
 
 
 def test_8_bit_floating_point_leaves_the_head_as_it_is() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.config import EngineRecipe, resolve_engine, validate_engine
+from redline.config import EngineRecipe, refuse_engine_keys_without_effect, resolve_engine, validate_engine
 from redline.config.installation import how_to_install
 from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
@@ -93,9 +93,12 @@ def as_recipe(settings: BenchSettings) -> EngineRecipe:
         "run": {"device": settings.device, "num_threads": settings.num_threads, "seed": settings.seed},
         "model": {"path": path, "dtype": settings.dtype},
     }
-    if engine := getattr(settings, "engine", None):
-        recipe["engine"] = {"quantization": engine.quantization}  # the machine decides whether that can be
-    return resolve_engine(validate_engine(recipe, "redline bench")).recipe
+    engine = getattr(settings, "engine", None)
+    if engine is not None and engine.quantization != "none":  # the machine decides whether that can be
+        recipe["engine"] = {"kind": engine.kind, "quantization": engine.quantization}
+    found = resolve_engine(validate_engine(recipe, "redline bench")).recipe
+    refuse_engine_keys_without_effect(found)
+    return found
 
 
 def is_installed(peer: str, vllm_python: Path | None = None) -> bool:
