@@ -345,10 +345,10 @@ def test_an_attempt_that_asks_on_whatever_is_raised_fails_alone(make: Make) -> N
         return float(turn.num_tokens)
 
     end = threading.Event()
-    group = played(make, play, environment={"max_turns": 6, "timeout_s": 4.0, "retries": 0})
+    group = played(make, play, environment={"max_turns": 6, "timeout_s": 2.0, "retries": 0})
     end.set()
     failures = [own[0].failure for own in group.attempts]
-    assert [failure and failure.reason for failure in failures] == ["`play` did not return within 4 s", None, None, None]
+    assert [failure and failure.reason for failure in failures] == ["`play` did not return within 2 s", None, None, None]
 
 
 def test_a_reply_may_be_shorter_than_the_recipe_allows_and_not_longer(make: Make) -> None:
@@ -659,9 +659,9 @@ def test_an_async_environment_that_blocks_ends_the_run_with_its_place_and_the_fi
         ended.set()
         return 1.0
 
-    rollouts = make(blocks, environment={"timeout_s": 2.0})
+    rollouts = make(blocks, environment={"timeout_s": 1.0})
     rollouts.begin([0, 1], 0)
-    with pytest.raises(TaskError, match=r"event loop of all attempts for 2 s, at .*in blocks: end\.wait") as caught:
+    with pytest.raises(TaskError, match=r"event loop of all attempts for 1 s, at .*in blocks: end\.wait") as caught:
         rollouts.finished()
     assert not ended.is_set(), "nobody waited for it"
     assert "await asyncio.to_thread(call)" in caught.value.hint

@@ -113,11 +113,11 @@ def test_a_frame_that_goes_on_may_take_longer_than_the_wait_for_it_and_than_any_
     ends: tuple[Connection, Connection],
 ) -> None:
     ours, theirs = ends
-    theirs.stall_s = 1.5
+    theirs.stall_s = 0.9
     ours._sock.setblocking(True)
     ours._sock.sendall(FRAME[:1])
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(in_parts, ours._sock, FRAME[1:], parts=8, pause_s=0.22)
+        sending = pool.submit(in_parts, ours._sock, FRAME[1:], parts=8, pause_s=0.13)
         assert bytes(theirs.receive(0.1).buffers[0]) == bytes(40)
         sending.result()
     ours._sock.setblocking(False)
@@ -145,15 +145,15 @@ def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Conn
     theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     size, taken = 8 << 20, 0
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], 3.0)
+        sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], 1.5)
         began = time.monotonic()
         while taken < size and not has_failed(sending):
             time.sleep(0.01)
-            due = int(size * (time.monotonic() - began) / 3.6) - taken  # so many bytes a second that all of it takes 3.6
+            due = int(size * (time.monotonic() - began) / 1.8) - taken  # so many bytes a second that all of it takes 1.8
             with suppress(BlockingIOError):
                 taken += len(theirs._sock.recv(max(1, due)))
         sending.result()
-    assert time.monotonic() - began > 3.0, "it took longer than the limit of a pause"
+    assert time.monotonic() - began > 1.5, "it took longer than the limit of a pause"
 
 
 def test_who_takes_nothing_is_noticed_after_the_time_limit(ends: tuple[Connection, Connection]) -> None:

@@ -281,8 +281,11 @@ class Stuck(NativeEngine):
         return super().step()
 
 
-def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(folder: Path) -> None:
+def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where another process of the engine has died and a collective waits for it."""
+    monkeypatch.setattr("redline.engine.session.GRACE_S", 0.2)
     reason: list[str] = []
     running = EngineSession(Stuck(load_decoder(folder), CONFIG), lambda: reason[0] if reason else None)
 

@@ -321,8 +321,8 @@ def test_an_engine_that_does_not_answer_is_named_within_the_time_limit() -> None
     trainer = make_tensors()
     answering = LinkedEngine(trainer, "engine-0")
     deaf, other_end = connected("engine-1")
-    with pytest.raises(WireTimeout, match=r"engine-1 did not answer 'open' of the weights within 3 s"):
-        CudaIpc([answering.channel, deaf], trainer, Sending(timeout_s=3.0))
+    with pytest.raises(WireTimeout, match=r"engine-1 did not answer 'open' of the weights within 1 s"):
+        CudaIpc([answering.channel, deaf], trainer, Sending(timeout_s=1.0))
     other_end.close()
     answering.close()
 

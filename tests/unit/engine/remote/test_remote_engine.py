@@ -312,7 +312,7 @@ def test_what_a_silent_engine_was_asked_is_said_and_part_of_why_it_is_lost() -> 
             time.sleep(SOON_S)
 
         threading.Thread(target=say_hello_and_nothing_more, daemon=True).start()
-        engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=2.0))
+        engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=1.0))
         for seed in range(3):
             engine.submit(ask(4, seed=seed))
         engine.flush()
@@ -326,7 +326,7 @@ def test_what_a_silent_engine_was_asked_is_said_and_part_of_why_it_is_lost() -> 
         words = ["heard of", "the oldest of 3 requests was sent", "an answer to 'reset_prefix_cache'"]
         _soon(lambda: all(any(word in what for what in engine.unanswered()) for word in words))
         asking.join(SOON_S)
-        assert "no sign of life for 2 s; it had not answered 'reset_prefix_cache' for" in str(engine.why_lost)
+        assert "no sign of life for 1 s; it had not answered 'reset_prefix_cache' for" in str(engine.why_lost)
         assert "3 requests for" in str(engine.why_lost)
 
 

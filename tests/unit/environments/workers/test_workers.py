@@ -52,8 +52,8 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
 
 @pytest.fixture(params=KINDS[1:], scope="module")
 def quick_workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    """Two workers that let a call last for three seconds."""
-    made = make_workers(request.param, 2, 3.0)
+    """Two workers that let a call last for a second and a half."""
+    made = make_workers(request.param, 2, 1.5)
     yield made
     made.close()
 
@@ -120,7 +120,7 @@ def test_a_call_that_does_not_return_fails_and_others_go_on(quick_workers: Worke
         games = [await quick_workers.make(odd()) for _ in range(4)]
         for game in games:
             await game.call("reset", TASK)
-        with pytest.raises(CallError, match=r"`step` did not return within 3 s"):
+        with pytest.raises(CallError, match=r"`step` did not return within 1.5 s"):
             await games[0].call("step", "hang")
         assert "move 1" in (await games[1].call("step", "up")).observation, "it lives elsewhere"
         again = await quick_workers.make(odd())
@@ -239,7 +239,10 @@ def test_what_cannot_travel_is_refused_with_what_to_do(processes: ProcessWorkers
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_closing_with_calls_under_way_ends_within_seconds_and_leaves_nothing(kind: str) -> None:
+def test_closing_with_calls_under_way_ends_within_seconds_and_leaves_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("redline.environments.workers.threads.PATIENCE_S", 0.2)
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     workers = make_workers(kind, 2, None)
 
