@@ -46,21 +46,20 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def named_in(node: ast.AST) -> Iterator[str]:
+def named_in(tree: ast.AST) -> Iterator[str]:
     """Everything below the node that may be the name of a module."""
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        children: list[ast.AST] = list(node.orelse)
-    else:
-        children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    if isinstance(node, ast.ImportFrom) and node.module:
-        yield node.module
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value.partition(":")[0]
-    for child in children:
-        yield from named_in(child)
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.partition(":")[0]
+        is_for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        left += node.orelse if is_for_types else ast.iter_child_nodes(node)
 
 
 @cache
