@@ -281,9 +281,7 @@ class Stuck(NativeEngine):
         return super().step()
 
 
-def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where another process of the engine has died and a collective waits for it."""
     monkeypatch.setattr("redline.engine.session.GRACE_S", 0.2)
     reason: list[str] = []
