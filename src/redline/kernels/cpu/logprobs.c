@@ -4,23 +4,20 @@
 // A row stays in the nearest caches while it is read twice: for its largest number, and for the sums that are relative to that.
 
 #include <math.h>
+#include <string.h>
 
 #include "numbers.h"
 
 #define CHUNK 512  // a multiple of LANES; sums are float32 within, float64 beyond
 #define NOTHING -87.f  // e to the less is 0, and so is its product with the exponent
 
-// A chunk of a row, or what lies in `padded` instead of one that ends within.
-#define EACH_CHUNK(row)                                                                            \
-    for (long begin = 0; begin < V; begin += CHUNK)                                                \
-        for (const scalar* chunk = V - begin < CHUNK ? filled(padded, row + begin, V - begin) : row + begin; chunk; chunk = 0)
 #define EACH for (int i = 0; i < CHUNK; i += LANES)
 
-static const scalar* filled(scalar* padded, const scalar* from, long left) {
-    const vec lowest = all(-INFINITY);
-    EACH store(padded + i, lowest);
-    for (long i = 0; i < left; i++) padded[i] = from[i];
-    return padded;
+// A chunk of a row where it lies; of the last one, which may end within, a copy that goes on with what has no weight.
+static inline scalar* chunk_at(scalar* row, long begin, long V, scalar* copy) {
+    if (V - begin >= CHUNK) return row + begin;
+    EACH store(copy + i, all(-INFINITY));
+    return memcpy(copy, row + begin, (V - begin) * sizeof(scalar));
 }
 
 static inline float one(const scalar* from) {
@@ -29,17 +26,20 @@ static inline float one(const scalar* from) {
 }
 
 void summarise(
-    const scalar* logits, const int64_t* targets, float* logprobs, float* entropies, float* normalizers, long M, long V,
+    scalar* logits, const int64_t* targets, float* logprobs, float* entropies, float* normalizers, long M, long V,
     float temperature, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long m = 0; m < M; m++) {
-        const scalar* row = logits + m * V;
-        scalar padded[CHUNK];
+        scalar *row = logits + m * V, copy[CHUNK];
         vec most = all(-INFINITY);
-        EACH_CHUNK(row) EACH most = larger(load(chunk + i), most);
+        for (long begin = 0; begin < V; begin += CHUNK) {
+            const scalar* chunk = chunk_at(row, begin, V, copy);
+            EACH most = larger(load(chunk + i), most);
+        }
         const float peak = largest_of(most) / temperature;
         double sum = 0, tilted = 0;
-        EACH_CHUNK(row) {
+        for (long begin = 0; begin < V; begin += CHUNK) {
+            const scalar* chunk = chunk_at(row, begin, V, copy);
             vec weights = {}, products = {};
             EACH {
                 vec below = load(chunk + i) / temperature - peak, weight = exponential(below);
@@ -62,20 +62,20 @@ void to_gradient(
     const float* grad_logprobs, const float* grad_entropies, long M, long V, float temperature, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long m = 0; m < M; m++) {
-        scalar *row = logits + m * V, *target = row + targets[m], padded[CHUNK], found[CHUNK];
+        scalar *row = logits + m * V, copy[CHUNK];
         const float back = grad_logprobs[m] / temperature, spread = grad_entropies ? grad_entropies[m] / temperature : 0;
-        EACH_CHUNK(row) {
-            scalar* to = chunk == padded ? found : row + begin;
+        for (long begin = 0; begin < V; begin += CHUNK) {
+            scalar* chunk = chunk_at(row, begin, V, copy);
             EACH {
                 vec log_p = load(chunk + i) / temperature - normalizers[m], p = exponential(log_p);
                 vec share = choose(log_p < NOTHING, (vec){}, p * (log_p + entropies[m]));
-                store(to + i, -(back * p + spread * share));
+                store(chunk + i, -(back * p + spread * share));
             }
-            for (long i = 0; to == found && i < V - begin; i++) row[begin + i] = found[i];
+            if (chunk == copy) memcpy(row + begin, copy, (V - begin) * sizeof(scalar));
         }
         const float log_p = logprobs[m], share = log_p < NOTHING ? 0 : expf(log_p) * (log_p + entropies[m]);
-        scalar some[LANES];
-        store(some, all(-back * expm1f(log_p) - spread * share));
-        *target = some[0];
+        scalar target[LANES];
+        store(target, all(-back * expm1f(log_p) - spread * share));
+        row[targets[m]] = target[0];
     }
 }
