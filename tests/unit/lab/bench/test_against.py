@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -104,3 +107,22 @@ def test_trl_itself_takes_turns() -> None:
     made = make_settings("e2e", [*SMALL, "pairs=1", "against=trl", "warmup_s=0"])
     measured = e2e_against.measure(made, Console(file=io.StringIO()))  # type: ignore[arg-type]
     assert measured.results[0].peer.value > 0
+
+
+def test_a_step_of_trl_ends_with_the_benchmark_that_was_killed() -> None:
+    child = """
+import os, threading, time
+from redline.lab.peers.trl_process import end_with_parent
+threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        process = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
