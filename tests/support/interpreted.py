@@ -17,6 +17,10 @@ class _Stays:
 def make_interpreter_quicker() -> None:
     _patch_language_once()
     _look_up_types_once()
+    _make_types_once()
+    _make_shapes_once()
+    _compare_shapes_as_they_are()
+    _leave_equal_shapes()
     _check_no_overflow()
 
 
@@ -51,6 +55,67 @@ def _look_up_types_once() -> None:
         return known[name]
 
     interpreter._get_np_dtype = look_up_once
+
+
+def _make_types_once() -> None:
+    """It makes the type of every block anew, with its name."""
+    from triton.language import core
+
+    make, known = core.block_type.__init__, dict[tuple[Any, ...], dict[str, Any]]()
+
+    def make_once(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
+        if key in known:
+            self.__dict__ = known[key]
+        else:
+            make(self, element_ty, shape)
+            known[key] = self.__dict__
+
+    core.block_type.__init__ = make_once
+
+
+def _make_shapes_once() -> None:
+    """It makes the shape of every tensor anew, though those of one type have one."""
+    from triton.language import core
+
+    make = core.tensor.__init__
+
+    def make_once(self: Any, handle: Any, type: Any) -> None:
+        known = type.__dict__.get("known_of_tensors")
+        if known is None:
+            make(self, handle, type)
+            type.known_of_tensors = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known
+
+    core.tensor.__init__ = make_once
+
+
+def _compare_shapes_as_they_are() -> None:
+    """It copies what it compares with, number by number."""
+    from triton.language import core
+
+    def equals(self: Any, other: Any) -> Any:
+        values = other.values if isinstance(other, core.tuple) else list(core._unwrap_if_constexpr(other))
+        return core.constexpr(self.values == values)
+
+    core.tuple.__eq__ = equals
+
+
+def _leave_equal_shapes() -> None:
+    """It works out a common shape, size by size, for two tensors that have one."""
+    from triton.language.semantic import TritonSemantic
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_others
 
 
 def _check_no_overflow() -> None:
