@@ -3,9 +3,12 @@ collectors need not look through it, each for itself."""
 
 import gc
 import os
+from pathlib import Path
 
-_, _, others = os.environ.pop("PYTHONPATH").partition(os.pathsep)  # `start_the_origin` has put a folder before them
-if others:
-    os.environ["PYTHONPATH"] = others
+first, _, others = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
+if first == str(Path(__file__).parents[1]):  # `start_the_origin` has put it before the others
+    del os.environ["PYTHONPATH"]
+    if others:
+        os.environ["PYTHONPATH"] = others
 gc.collect()
 gc.freeze()
