@@ -49,7 +49,8 @@ PRESETS: Mapping[Algorithm, Mapping[str, Any]] = {
 """No algorithm switches a KL term on: it costs a reference policy, and `trainer.kl_coef` asks for it."""
 
 COARSE = ("int8", "fp8")
-"""Rounding by which ratios of the trainer's policy to the engine's leave the usual clip range: in fp8 a third of them did."""
+"""Rounding by which ratios of the trainer's policy to the engine's leave the usual clip range: SmolLM2's logprobs are off by
+0.09 on average and 1.6 at most, and by 0.18 on average."""
 _GROUP_BASELINES = ("group", "group_centred", "leave_one_out", "batch_baseline")
 
 

@@ -56,7 +56,7 @@ class EngineConfig(Section):
     quantization: Quantization = "none"
     """Sample in fewer bits, by a copy of the weights that is made anew for every version. On a CPU in whole numbers: `int16` is
     half as fast again as float32 and rounds less than bfloat16; `int8` is faster still, and off by several hundredths of a
-    logprob (`trainer/mismatch_kl`). On a GPU `fp8`: products take half the time where models are large, and are off by more."""
+    logprob (`trainer/mismatch_kl`). On a GPU `fp8`: steps of large models take two thirds of the time, and are off by more."""
     record_routing: bool = False
     """Keep with every token of a mixture of experts which experts it went to, a byte for each layer and choice: the trainer
     reports where its routers differ (`trainer/routing_mismatch`), and may follow (`trainer.replay_routing`)."""
