@@ -29,7 +29,7 @@ NORMED = Shape(320, 16, 8, 128, 1088, 1000, 4, 16, head_norms=True)
 WIDER = Shape(1024, 16, 4, 64, 2816, 1000, 4, 32, head_norms=False)
 SEVEN_BILLION = Shape(3584, 28, 4, 128, 18944, 152_064, 28, 64, head_norms=False)
 LARGE = replace(SEVEN_BILLION, vocab=1000, layers=4)
-CONTEXT = 1536
+CONTEXT = 8192
 EPS = 1e-6
 
 
@@ -138,6 +138,17 @@ def test_a_step_is_that_of_float32(network: Network, rows: int, longest: int) ->
     expected = network.expected(tokens, positions, lines)
     got = network.step.logits(tokens, positions, lines, network.table).float()
     assert (got - expected).abs().max() < 0.05 * expected.std()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+@pytest.mark.parametrize("longest", [3000, 8000])
+def test_long_contexts_are_cut_into_parts_that_meet(network: Network, rows: int, longest: int) -> None:
+    tokens, positions, lines = places(network, rows, longest)
+    expected = network.expected(tokens, positions, lines)
+    for _ in range(5):  # whoever read the words of one step has said that the next one's are absent
+        got = network.step.logits(tokens, positions, lines, network.table).float()
+        assert (got - expected).abs().max() < 0.05 * expected.std()
 
 
 @pytest.mark.gpu
