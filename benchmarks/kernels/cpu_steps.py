@@ -70,7 +70,7 @@ def without_c(decoder: Decoder, config: EngineConfig) -> NativeEngine:
 
 @contextmanager
 def by_torch() -> Iterator[None]:
-    with mock.patch.object(few_rows, "products", return_value=None), mock.patch.object(sampler, "draws", return_value=None):
+    with mock.patch.object(few_rows, "products_of", return_value=None), mock.patch.object(sampler, "draws", return_value=None):
         yield
 
 

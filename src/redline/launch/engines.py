@@ -29,12 +29,12 @@ from redline.engine.native.quantized import check_shape, products_of, refuse_wit
 from redline.engine.native.tensor_parallel import PROGRAM, STEP_TIMEOUT_S, TensorParallelEngine
 from redline.errors import ConfigError, ModelError
 from redline.kernels.cpu.compiled import tell_why_none
-from redline.kernels.cpu.products import products
 from redline.launch.kinds import OtherEngine, load_other_engine, sample_from
 from redline.launch.models import LoadedModel
 from redline.launch.placement import check_engine_place
 from redline.models.files.hf import AnyDecoder, load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
+from redline.models.layers import few_rows
 from redline.models.lora.trainable import add_adapter
 from redline.models.spec import is_ours, spec_from_config
 
@@ -86,8 +86,8 @@ def make_engine(
 def tell_what_is_missing(decoder: AnyDecoder, tell: Callable[[str], None]) -> None:
     """Tell, once in a process, why our engine is slower on this CPU than it could be. Compiles what its steps would compile."""
     weight = decoder.output_weight
-    if weight.is_cpu and weight.dtype is torch.float32:
-        products()
+    if weight.is_cpu:
+        few_rows.products_of(weight)
     tell_why_none(tell)
 
 

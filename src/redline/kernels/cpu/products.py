@@ -37,14 +37,17 @@ class Products:
         self.address = cast(self._product, c_void_p).value
         """The address of the function, for other C."""
 
+    @staticmethod
+    def serves(weight_OI: Tensor) -> bool:
+        """Whether it takes such a weight."""
+        return weight_OI.dtype is torch.float32 and weight_OI.shape[1] % LINE == 0 and weight_OI.is_contiguous()
+
     def product(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """`F.linear` without a gradient. All are float32; a row of the weight is a multiple of `LINE` long, and follows on the
-        one before it."""
+        """`F.linear` without a gradient, all in float32, of a weight that it `serves`."""
         num_rows, size = x_TI.shape
-        assert x_TI.dtype is weight_OI.dtype is torch.float32
+        assert self.serves(weight_OI)
+        assert x_TI.dtype is torch.float32
         assert weight_OI.shape[1] == size
-        assert size % LINE == 0
-        assert weight_OI.is_contiguous()
         x_TI, out_TO = x_TI.contiguous(), x_TI.new_empty(num_rows, len(weight_OI))
         bias = None if bias_O is None else bias_O.data_ptr()
         pointers = (x_TI.data_ptr(), weight_OI.data_ptr(), bias, out_TO.data_ptr())

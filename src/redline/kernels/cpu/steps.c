@@ -204,24 +204,24 @@ void attend(
     }
 }
 
-#if !BFLOAT16
-typedef void (*Product)(const float* x, const float* weight, const float* bias, float* out, long T, long O, long I, int threads);
+typedef void (*Product)(
+    const scalar* x, const scalar* weight, const scalar* bias, scalar* out, long T, long O, long I, int threads);
 
 struct Layer {
-    const float *attn_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
-    const float *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
-    float *keys, *values;
+    const scalar *attn_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
+    const scalar *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    scalar *keys, *values;
 };
 
 // All layers of a step. `x` is the residual stream, and is used up; `normed` becomes the norm of its end. `scratch` has room for
 // T times the rest: what a layer adds, its heads, what they attended to, and its inner numbers.
 void hidden(
-    Product product, const struct Layer* layers, long num_layers, const float* norm, float* x, float* normed, float* scratch,
-    const float* rotary, const int64_t* positions, const int64_t* lines, const int64_t* tables, long T, long E, long I, long H, long K,
+    Product product, const struct Layer* layers, long num_layers, const scalar* norm, scalar* x, scalar* normed, scalar* scratch,
+    const scalar* rotary, const int64_t* positions, const int64_t* lines, const int64_t* tables, long T, long E, long I, long H, long K,
     long block, long table_stride, long num_positions, float eps, float scale, int threads) {
     const long N = H + 2 * K;
-    float *delta = scratch, *heads = delta + T * E, *attended = heads + T * N * D;
-    float *inner = attended + T * H * D, *active = inner + T * 2 * I;
+    scalar *delta = scratch, *heads = delta + T * E, *attended = heads + T * N * D;
+    scalar *inner = attended + T * H * D, *active = inner + T * 2 * I;
     for (long index = 0; index < num_layers; index++) {
         const struct Layer* layer = layers + index;
         add_rms_norm(x, index ? delta : NULL, layer->attn_norm, x, normed, T, E, eps, threads);
@@ -237,4 +237,3 @@ void hidden(
     }
     add_rms_norm(x, num_layers ? delta : NULL, norm, x, normed, T, E, eps, threads);
 }
-#endif

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.compiled import DTYPES, library
+from redline.kernels.cpu.matrix_products import MatrixProducts
 from redline.kernels.cpu.products import Products
 from redline.kernels.cpu.quantized import QuantizedProducts
 
@@ -36,7 +37,7 @@ def steps_for(dtype: torch.dtype, head_dim: int, grouped: int) -> Steps | None:
 
 
 class Layer(NamedTuple):
-    """The tensors of a layer in float32, as `steps.c` has them; None is what the layer does not have."""
+    """The tensors of a layer, as `steps.c` has them; None is what the layer does not have."""
 
     attn_norm: Tensor
     qkv: Tensor
@@ -63,9 +64,8 @@ class Steps:
         compiled.add_rms_norm.argtypes = [*pointers, *sizes, c_float, c_int]  # type: ignore[attr-defined]
         compiled.silu_mul.argtypes = [c_void_p, c_void_p, *sizes, c_int]  # type: ignore[attr-defined]
         compiled.attend.argtypes = [*[c_void_p] * 10, *[c_long] * 6, c_float, c_float, c_int]  # type: ignore[attr-defined]
-        if hasattr(compiled, "hidden"):
-            arguments = [c_void_p, c_void_p, c_long, *[c_void_p] * 8, *[c_long] * 8, c_float, c_float, c_int]
-            compiled.hidden.argtypes = arguments
+        arguments = [c_void_p, c_void_p, c_long, *[c_void_p] * 8, *[c_long] * 8, c_float, c_float, c_int]
+        compiled.hidden.argtypes = arguments  # type: ignore[attr-defined]
 
     def add_rms_norm(self, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The residual stream after `delta`, and its RMS norm. Without a delta the stream is returned as it came."""
@@ -108,7 +108,7 @@ class Steps:
 
     def hidden(
         self,
-        products: Products | QuantizedProducts,
+        products: Products | MatrixProducts | QuantizedProducts,
         layers: Sequence[Layer],
         norm_E: Tensor,
         x_TE: Tensor,
@@ -117,9 +117,9 @@ class Steps:
         norm_eps: float,
         sizes: tuple[int, int],
     ) -> Tensor:
-        """[T, E]: the network from the embedded tokens, which are used up, to its last norm, in float32. `places` are
-        positions, lines and tables as of `attend`, `sizes` the query heads and the MLP's inner numbers. The weights of `layers`
-        are what `products` takes."""
+        """[T, E]: the network from the embedded tokens, which are used up, to its last norm, by products of its dtype.
+        `places` are positions, lines and tables as of `attend`, `sizes` the query heads and the MLP's inner numbers. The
+        weights of `layers` are what `products` takes."""
         (T, E), (_, block, K, D), (H, inner) = x_TE.shape, layers[0].keys.shape, sizes
         normed_TE = torch.empty_like(x_TE)
         scratch = x_TE.new_empty(T * (E + (H + 2 * K) * D + H * D + 3 * inner))

@@ -1,5 +1,7 @@
 """Products of a weight and few rows on a CPU, as in decode steps: by C of our own where it can be compiled, else by torch.
 
+That C is for float32, and for bfloat16 on CPUs with matrix units.
+
 torch hands float32 products on an ARM CPU to oneDNN, and oneDNN to Arm's library, which wants its second factor in blocks: for
 `x @ Wᵀ` the weight is laid out anew at every call. That takes half as long as the product itself where there are few rows. As
 `W @ xᵀ` the weight comes first and is read where it lies, and the rows are what is laid out.
@@ -14,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.kernels.cpu.products import LINE, MOST_ROWS, products
+from redline.kernels.cpu.matrix_products import MatrixProducts, matrix_products
+from redline.kernels.cpu.products import MOST_ROWS, Products, products
 
 FEWEST, MOST = 9, 96
 """Rows for which the weight comes first (benchmarks/LOG.md). Below, torch goes past oneDNN by itself; above, laying out the
@@ -23,15 +26,21 @@ weight takes a twentieth of the time."""
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`F.linear`, by what is fastest. The result may be a transposed view."""
-    if not weight_OI.is_cpu or weight_OI.dtype is not torch.float32 or torch.is_grad_enabled():
+    if not weight_OI.is_cpu or torch.is_grad_enabled():
         return F.linear(x_TI, weight_OI, bias_O)
-    if len(x_TI) <= MOST_ROWS and weight_OI.shape[1] % LINE == 0 and weight_OI.is_contiguous():
-        own = products()
-        if own is not None:
-            return own.product(x_TI, weight_OI, bias_O)
-    if FEWEST <= len(x_TI) <= MOST and lays_out_weights():
+    own = products_of(weight_OI) if len(x_TI) <= MOST_ROWS else None
+    if own is not None:
+        return own.product(x_TI, weight_OI, bias_O)
+    if weight_OI.dtype is torch.float32 and FEWEST <= len(x_TI) <= MOST and lays_out_weights():
         return weight_first(x_TI, weight_OI, bias_O)
     return F.linear(x_TI, weight_OI, bias_O)
+
+
+def products_of(weight_OI: Tensor) -> Products | MatrixProducts | None:
+    """What of our own multiplies few rows by a weight on this CPU; None where torch does."""
+    if Products.serves(weight_OI):
+        return products()
+    return matrix_products() if MatrixProducts.serves(weight_OI) else None
 
 
 def weight_first(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

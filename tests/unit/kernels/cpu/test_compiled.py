@@ -15,12 +15,13 @@ import pytest
 from support.forks import FORKS
 
 from redline.config.processor import multiplies_in
-from redline.kernels.cpu import compiled, draws, products, quantized, steps, training
+from redline.kernels.cpu import compiled, draws, matrix_products, products, quantized, steps, training
 from redline.kernels.cpu.compiled import FLAGS
 
 NAMES = ("gcc", *(f"gcc-{version}" for version in range(9, 17)))
 GCCS = {os.path.realpath(path): name for name in reversed(NAMES) if (path := shutil.which(name))}
 """Each once: `gcc` is mostly another name of one of them."""
+MATRIX_UNITS = ("-march=sapphirerapids",) if platform.machine() == "x86_64" else ()
 SOURCES = {
     "products": [products.SOURCE],
     "draws": [draws.SOURCE],
@@ -28,6 +29,8 @@ SOURCES = {
     "steps, float32": [steps.SOURCE, "-DD=64", "-DBFLOAT16=0"],
     "quantized": [quantized.SOURCE, "-DBITS=16" if platform.machine() == "x86_64" else "-DBITS=8"],
     "steps, bfloat16": [steps.SOURCE, "-DD=96", "-DBFLOAT16=1"],
+    "matrix products": [matrix_products.SOURCE, *MATRIX_UNITS],
+    "matrix products, emulated": [matrix_products.SOURCE, "-DEMULATED=1"],
 }
 VECTORS = [(), ("-mno-avx512f",), ("-mno-avx",)] if platform.machine() == "x86_64" else [()]
 
@@ -38,6 +41,8 @@ VECTORS = [(), ("-mno-avx512f",), ("-mno-avx",)] if platform.machine() == "x86_6
 def test_each_compiles_it_without_a_warning(compiler: str, vectors: tuple[str, ...], source: str, tmp_path: Path) -> None:
     if source == "quantized" and (vectors == ("-mno-avx",) or not multiplies_in("int8")):
         pytest.skip("there is no instruction for it")
+    if source == "matrix products" and MATRIX_UNITS and major(compiler) < 11:
+        pytest.skip("it knows no matrix units")
     warned = ("-Wall", "-Wextra", "-Werror")
     made = subprocess.run(
         [compiler, *FLAGS, *warned, *vectors, *SOURCES[source], "-c", "-o", tmp_path / "compiled.o"],
@@ -46,6 +51,10 @@ def test_each_compiles_it_without_a_warning(compiler: str, vectors: tuple[str, .
         check=False,
     )
     assert not made.returncode, made.stderr
+
+
+def major(compiler: str) -> int:
+    return int(subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True, check=True).stdout.split(".")[0])
 
 
 @pytest.fixture(autouse=True)

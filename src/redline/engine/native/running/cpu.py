@@ -1,5 +1,6 @@
-"""The runner for CPUs that C can be compiled for, for steps that decode or verify. In float32 a step of few rows is one call;
-else the products are torch's, and C what lies between them.
+"""The runner for CPUs that C can be compiled for, for steps that decode or verify. A step of few rows is one call where C has
+products for its dtype: in float32, and in bfloat16 on a CPU with matrix units. Else the products are torch's, and C what lies
+between them.
 
 Prompts, and what decodes beside them, go through the network as ever: there the products are nearly all of the time.
 """
@@ -16,6 +17,7 @@ from redline.engine.native.cache.paged_attention import PagedAttention
 from redline.engine.native.quantized import QuantizedLinear
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.runner import Runner
+from redline.kernels.cpu.matrix_products import MatrixProducts, matrix_products
 from redline.kernels.cpu.products import MOST_ROWS, Products, products
 from redline.kernels.cpu.quantized import QuantizedProducts
 from redline.kernels.cpu.steps import LANES, Layer, Steps, steps_for
@@ -36,7 +38,8 @@ class CpuRunner(Runner):
         spec = decoder.spec
         has_rows = spec.hidden_size % LANES == spec.intermediate_size % LANES == 0
         self._may_be_plain = has_rows and spec.experts is None
-        if cache.blocks.dtype is torch.float32:
+        self._takes_matrices = all(_fits_matrices(layer) for layer in decoder.layers)
+        if cache.blocks.dtype is torch.float32 or (self._takes_matrices and matrix_products() is not None):
             self.most_verified = MOST_ROWS  # with more, a row's bits would depend on the guesses beside it
 
     @property
@@ -74,17 +77,19 @@ class CpuRunner(Runner):
         """As `Decoder.forward` does it."""
         x_TE = F.embedding(tokens_T, self._network.embed)
         assert x_TE.dtype is self.cache.blocks.dtype, "the network computes in another dtype since the engine was made"
-        own = self._products() if x_TE.dtype is torch.float32 and len(x_TE) <= MOST_ROWS else None
+        own = self._products(x_TE.dtype) if len(x_TE) <= MOST_ROWS else None
         if own is None:
             return self._layer_by_layer(x_TE, attend)
         layers, spec = [self._parts(layer) for layer in self._network.layers], self._network.spec
         sizes = spec.num_heads, spec.intermediate_size
         return self._steps.hidden(own, layers, self._network.norm, x_TE, attend.places, self._rotary, spec.norm_eps, sizes)
 
-    def _products(self) -> Products | QuantizedProducts | None:
+    def _products(self, dtype: torch.dtype) -> Products | MatrixProducts | QuantizedProducts | None:
         """What multiplies by the weights of `_parts`."""
         head = self._network.head
-        return head.products if isinstance(head, QuantizedLinear) else products()
+        if dtype is torch.float32:
+            return head.products if isinstance(head, QuantizedLinear) else products()
+        return matrix_products() if self._takes_matrices and not isinstance(head, QuantizedLinear) else None
 
     def _parts(self, layer: nn.Module) -> Layer:
         assert isinstance(layer, DecoderLayer)
@@ -108,6 +113,12 @@ class CpuRunner(Runner):
 
 def _product(x_TI: Tensor, by: nn.Module) -> Tensor:
     return project(by, x_TI, None).contiguous()  # type: ignore[arg-type]
+
+
+def _fits_matrices(layer: nn.Module) -> bool:
+    """Whether its products are of shapes that matrix units take."""
+    linears = [part for part in layer.children() if isinstance(part, nn.Linear)]
+    return bool(linears) and all(MatrixProducts.serves(linear.weight) for linear in linears)
 
 
 def _weight(of: nn.Module) -> Tensor:

@@ -17,7 +17,11 @@ from redline.config.sections.lora import LoraConfig
 from redline.engine import NativeEngine
 from redline.engine.native.running import cpu
 from redline.engine.native.running.cpu import CpuRunner
+from redline.kernels.cpu import matrix_products
+from redline.kernels.cpu.compiled import library
+from redline.kernels.cpu.matrix_products import MatrixProducts
 from redline.models.files.hf import load_decoder
+from redline.models.layers import few_rows
 from redline.models.lora.trainable import add_adapter
 from redline.types import Completion, GenerateRequest, SamplingParams
 
@@ -75,18 +79,25 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16 by matrix units"])
 def test_a_step_in_one_call_has_the_bits_of_one_layer_by_layer(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path, FAMILIES[family], seed=5, std=0.15)
-    engine = engine_of(tmp_path)
-    if not isinstance(engine._runner, CpuRunner):
+    compiled = library(matrix_products.SOURCE, "-DEMULATED=1")
+    if compiled is None:
         pytest.skip("no compiler here, or torch computes with other threads")
+    for module in (cpu, few_rows):
+        monkeypatch.setattr(module, "matrix_products", lambda: MatrixProducts(compiled))
+    engine, calls = engine_of(tmp_path, dtype), []
+    assert isinstance(engine._runner, CpuRunner)
+    hidden = engine._runner._steps.hidden
+    monkeypatch.setattr(engine._runner._steps, "hidden", lambda *of: (calls.append(1), hidden(*of))[1])
     found = generated(engine, requests())
-    calls = []
-    monkeypatch.setattr(engine._runner._steps, "hidden", lambda *_: calls.append(1))
+    assert calls
+    calls.clear()
     monkeypatch.setattr(cpu, "MOST_ROWS", 0)
-    expected = generated(engine_of(tmp_path), requests())
+    expected = generated(engine_of(tmp_path, dtype), requests())
     assert not calls
     for a, b in zip(found, expected, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()

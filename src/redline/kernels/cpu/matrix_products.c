@@ -1,0 +1,235 @@
+// Products of a weight and few rows in bfloat16, on a CPU with matrix units (AMX): out[t, o] = x[t] . weight[o] + bias[o], summed in
+// float32 and rounded once. `matrix_products.py` says for what.
+//
+// A register holds 16 lines of 64 bytes. One takes 32 numbers of 16 rows of the weight, where they lie; another the same 32 numbers
+// of 16 rows of x, with pairs of numbers as its lines, as the unit wants its second factor. So x, which is small, is laid out once a
+// call, and the weight is read once: 32 rows of it stay in the nearer caches while all of x passes by. (To fetch the next 32 by
+// hand meanwhile is slower than what the CPU does by itself.) Sums come out with a line for each row of the weight, and are turned
+// on their way to `out`.
+//
+// Which numbers a sum adds, and in which order, does not depend on how many rows there are, nor on where a row stands.
+//
+// Macros: EMULATED, 1 for a machine without such units: what they do in plain C, to be tested.
+
+#define BFLOAT16 1
+#include "numbers.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SIDE 16       // lines of a register, each of as many pairs of numbers
+#define INNER 32      // numbers of a line
+#define TALL 32       // rows of the weight that are taken at once, and rows of x: two registers each
+#define ENOUGH 65536  // multiplications that are worth another thread
+
+// ── the matrix unit ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+#if EMULATED
+typedef union {
+    float sums[SIDE][SIDE];
+    uint16_t pairs[SIDE][SIDE][2];
+    char lines[SIDE][64];
+} Register;
+static _Thread_local Register of[8];
+
+int may_compute(void) { return 1; }
+static void begin(void) {}
+static void end(void) {}
+static float wide(uint16_t number) {
+    uint32_t bits = (uint32_t)number << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static void multiply(Register* sums, const Register* a, const Register* b) {
+    for (int m = 0; m < SIDE; m++)
+        for (int k = 0; k < SIDE; k++)
+            for (int n = 0; n < SIDE; n++)
+                for (int half = 0; half < 2; half++) sums->sums[m][n] += wide(a->pairs[m][k][half]) * wide(b->pairs[k][n][half]);
+}
+#define CLEAR(to) memset(&of[to], 0, sizeof(Register))
+#define LOAD(to, from, pitch) \
+    for (int line = 0; line < SIDE; line++) memcpy(of[to].lines[line], (const char*)(from) + line * (pitch), 64)
+#define STORE(to, pitch, from) \
+    for (int line = 0; line < SIDE; line++) memcpy((char*)(to) + line * (pitch), of[from].lines[line], 64)
+#define MULTIPLY(sums, a, b) multiply(&of[sums], &of[a], &of[b])
+
+#elif defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// The kernel wants to be asked, once for a process: the registers are large, and every switch of threads saves them.
+int may_compute(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+static void begin(void) {
+    struct {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t lines[16];
+    } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.lines[i] = SIDE;
+    _tile_loadconfig(&shape);
+}
+static void end(void) { _tile_release(); }
+#define CLEAR(to) _tile_zero(to)
+#define LOAD(to, from, pitch) _tile_loadd(to, from, pitch)
+#define STORE(to, pitch, from) _tile_stored(from, to, pitch)
+#define MULTIPLY(sums, a, b) _tile_dpbf16ps(sums, a, b)
+
+#else
+#define NONE 1
+int may_compute(void) { return 0; }
+void product(void) {}
+#endif
+
+#if !NONE
+
+// ── lines to columns ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+// 16 x 16 words, in place.
+#if LANES == 16
+#define SWAPPED(stage, first, second) \
+    for (int i = 0; i < SIDE; i++) \
+        if (!(i & stage)) { \
+            vec a = line[i], b = line[i + stage]; \
+            line[i] = __builtin_shuffle(a, b, (ivec)first), line[i + stage] = __builtin_shuffle(a, b, (ivec)second); \
+        }
+static inline void turn(vec line[SIDE]) {
+#pragma GCC unroll 16
+    SWAPPED(8, ((ivec){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}),
+            ((ivec){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}))
+#pragma GCC unroll 16
+    SWAPPED(4, ((ivec){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}),
+            ((ivec){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31}))
+#pragma GCC unroll 16
+    SWAPPED(2, ((ivec){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}),
+            ((ivec){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31}))
+#pragma GCC unroll 16
+    SWAPPED(1, ((ivec){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}),
+            ((ivec){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31}))
+}
+#define PER_LINE 1
+#else
+#define PER_LINE (SIDE / LANES)
+static inline void turn(vec* lines) {
+    uint32_t *word = (uint32_t*)lines;
+    for (int i = 0; i < SIDE; i++)
+        for (int j = 0; j < i; j++) {
+            uint32_t before = word[i * SIDE + j];
+            word[i * SIDE + j] = word[j * SIDE + i], word[j * SIDE + i] = before;
+        }
+}
+#endif
+
+// ── the factors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+struct Product {
+    const scalar *weight, *bias;
+    scalar* out;
+    long T, O, I;
+    char* rows;  // of x, [pairs of registers][I / INNER][2] registers
+};
+
+#define REGISTER (64 * SIDE)
+
+static inline char* place_of(const struct Product* p, long pair, long k) { return p->rows + (pair * (p->I / INNER) + k) * 2 * REGISTER; }
+
+// 32 numbers of up to 32 rows of x, as two registers; rows that are not there are zeros.
+static inline void lay_out(const struct Product* p, const scalar* x, long pair, long k) {
+    for (int half = 0; half < 2; half++) {
+        vec lines[SIDE * PER_LINE];
+        for (int i = 0; i < SIDE; i++) {
+            const long t = pair * TALL + half * SIDE + i;
+            if (t < p->T)
+                memcpy(lines + i * PER_LINE, x + t * p->I + k * INNER, 64);
+            else
+                memset(lines + i * PER_LINE, 0, 64);
+        }
+        turn(lines);
+        memcpy(place_of(p, pair, k) + half * REGISTER, lines, REGISTER);
+    }
+}
+
+// 32 rows of the weight by 32 rows of x, or by 16.
+static inline __attribute__((always_inline)) void multiplied(
+    const struct Product* p, long o, long pair, const int both, float (*sums)[TALL]) {
+    const scalar *upper = p->weight + o * p->I, *lower = upper + SIDE * p->I;
+    const long pitch = sizeof(scalar) * p->I;
+    CLEAR(0);
+    CLEAR(1);
+    CLEAR(2);
+    CLEAR(3);
+    for (long k = 0; k < p->I / INNER; k++) {
+        const char* x = place_of(p, pair, k);
+        LOAD(4, upper + k * INNER, pitch);
+        LOAD(6, x, 64);
+        LOAD(5, lower + k * INNER, pitch);
+        MULTIPLY(0, 4, 6);
+        MULTIPLY(2, 5, 6);
+        if (both) {
+            LOAD(7, x + REGISTER, 64);
+            MULTIPLY(1, 4, 7);
+            MULTIPLY(3, 5, 7);
+        }
+    }
+    STORE(&sums[0][0], sizeof *sums, 0);
+    STORE(&sums[SIDE][0], sizeof *sums, 2);
+    if (both) {
+        STORE(&sums[0][SIDE], sizeof *sums, 1);
+        STORE(&sums[SIDE][SIDE], sizeof *sums, 3);
+    }
+}
+
+// Sums of 16 rows of the weight and 16 of x, turned, with the bias, rounded.
+static inline void written(const struct Product* p, long o, long first, const float* sums) {
+    vec lines[SIDE * PER_LINE];
+    for (int i = 0; i < SIDE; i++) memcpy(lines + i * PER_LINE, sums + i * TALL, 64);
+    turn(lines);
+    for (int i = 0; i < SIDE && first + i < p->T; i++)
+        for (int part = 0; part < PER_LINE; part++) {
+            vec sum = lines[i * PER_LINE + part];
+            if (p->bias) sum += load(p->bias + o + part * LANES);
+            store(p->out + (first + i) * p->O + o + part * LANES, sum);
+        }
+}
+
+// Where there is no memory for x, what comes out is NaN. O is at least 32: the last rows of a weight are taken together with some that
+// were taken before, and have the same bits again.
+void product(
+    const scalar* x, const scalar* weight, const scalar* bias, scalar* out, long T, long O, long I, int threads) {
+    if (T == 0) return;
+    const long pairs = (T + TALL - 1) / TALL, parts = I / INNER, blocks = (O + TALL - 1) / TALL;
+    char* rows = aligned_alloc(64, pairs * parts * 2 * REGISTER);
+    if (!rows) {
+        for (long i = 0; i < T * O; i++) out[i] = 0x7fc0;
+        return;
+    }
+    const struct Product p = {weight, bias, out, T, O, I, rows};
+#pragma omp parallel num_threads(threads) if (T * O * I > ENOUGH)
+    {
+#pragma omp for schedule(static)
+        for (long i = 0; i < pairs * parts; i++) lay_out(&p, x, i / parts, i % parts);
+        begin();
+#pragma omp for schedule(static)
+        for (long block = 0; block < blocks; block++) {
+            float sums[TALL][TALL] __attribute__((aligned(64)));
+            const long o = (block + 1) * TALL <= O ? block * TALL : O - TALL;
+            for (long pair = 0; pair < pairs; pair++) {
+                const long first = pair * TALL;
+                if (first + SIDE < T)
+                    multiplied(&p, o, pair, 1, sums);
+                else
+                    multiplied(&p, o, pair, 0, sums);
+                for (int half = 0; half < 2 && first + half * SIDE < T; half++)
+                    for (int side = 0; side < 2; side++) written(&p, o + side * SIDE, first + half * SIDE, &sums[side * SIDE][half * SIDE]);
+            }
+        }
+        end();
+    }
+    free(rows);
+}
+#endif
