@@ -69,6 +69,15 @@ static inline void rotated(float* to, const scalar* head, const scalar* norm, co
 #define MOST_GROUPED 16
 #define MOST_HEADS (2048 / D > MOST_GROUPED ? 2048 / D : MOST_GROUPED)  // taken at once: their sums fit the nearest cache
 #define AHEAD 8                                                         // tokens that are fetched before they are needed
+// Query heads of a key/value head that are taken at once: as many as there are registers for their sums.
+#if LANES == 16 || !defined(__SSE__)
+#define SCORED 4
+#define ADDED (16 / PARTS >= 4 ? 4 : 16 / PARTS >= 2 ? 2 : 1)
+#else
+#define SCORED 2
+#define ADDED 1
+#endif
+#define inlined static inline __attribute__((always_inline))
 
 struct Paged {
     scalar *keys, *values;  // [blocks, block, K, D]
@@ -78,6 +87,23 @@ struct Paged {
 
 static inline int64_t place(const struct Paged* cache, int64_t token, long k) {
     return ((cache->table[token / cache->block] * cache->block + token % cache->block) * cache->K + k) * D;
+}
+
+// Some tokens of a line, one after the other, and where the first head of each begins: also of those behind them.
+struct Tile {
+    int tokens, known;
+    int64_t at[TILE + AHEAD];
+};
+
+// Without a division for each.
+static inline void find(struct Tile* tile, const struct Paged* cache, int64_t begin, int64_t count, long k) {
+    const int64_t left = count - begin, width = cache->K * D;
+    tile->tokens = left < TILE ? left : TILE, tile->known = left < TILE + AHEAD ? left : TILE + AHEAD;
+    int64_t page = begin / cache->block, within = begin % cache->block;
+    for (int j = 0; j < tile->known; page++, within = 0)
+        for (int64_t at = (cache->table[page] * cache->block + within) * width + k * D; within < cache->block && j < tile->known;
+             within++, at += width)
+            tile->at[j++] = at;
 }
 
 static inline void fetch(const scalar* from, size_t numbers) {
@@ -92,38 +118,74 @@ struct Heads {
     vec sum[MOST_HEADS][PARTS];
 };
 
-static inline void score_tile(struct Heads* heads, const struct Paged* cache, int64_t begin, int tokens, int64_t count) {
-    for (int j = 0; j < tokens; j++) {
-        const scalar* key = cache->keys + place(cache, begin + j, heads->k);
-        if (begin + j + AHEAD < count) fetch(cache->keys + place(cache, begin + j + AHEAD, heads->k), heads->num * D);
-        for (int n = 0; n < heads->num; n++, key += D) {
-            vec part[PARTS];
-            for (int p = 0; p < PARTS; p++) part[p] = load(key + p * LANES);
-            for (int h = n * heads->G; h < (n + 1) * heads->G; h++) {
-                const float* query = heads->query[h];
-                vec dot[CHAINS];
-                for (int p = 0; p < CHAINS; p++) dot[p] = part[p] * *(const vec*)(query + p * LANES);
-                for (int p = CHAINS; p < PARTS; p++) dot[p % CHAINS] += part[p] * *(const vec*)(query + p * LANES);
-                for (int left = CHAINS / 2; left; left /= 2)
-                    for (int p = 0; p < left; p++) dot[p] += dot[p + left];
-                heads->score[h][j] = sum_of(dot[0]);
-            }
+// Scores of query heads from `first` on by keys of four tokens, or fewer.
+inlined void score(struct Heads* heads, const int num, int first, const scalar* const* keys, int j, int tokens) {
+    vec dot[SCORED][4];
+#pragma GCC unroll 4
+    for (int h = 0; h < num; h++)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) dot[h][i] = (vec){};
+#pragma GCC unroll 2
+    for (int p = 0; p < PARTS; p++) {
+        vec key[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) key[i] = load(keys[i] + p * LANES);
+#pragma GCC unroll 4
+        for (int h = 0; h < num; h++) {
+            const vec query = *(const vec*)(heads->query[first + h] + p * LANES);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) dot[h][i] += key[i] * query;
         }
     }
+#pragma GCC unroll 4
+    for (int h = 0; h < num; h++) {
+        const vec4 sums = sums_of(dot[h][0], dot[h][1], dot[h][2], dot[h][3]);
+        if (tokens == 4)
+            *(vec4*)(heads->score[first + h] + j) = sums;
+        else
+            for (int i = 0; i < tokens; i++) heads->score[first + h][j + i] = sums[i];
+    }
+}
+
+// Keys of the tokens behind are fetched meanwhile, and the values of these, which come next: those of all heads of a token, which lie
+// together, in the first one's turn.
+static inline void score_tile(struct Heads* heads, const struct Tile* tile, const scalar* all_keys, const scalar* values) {
+    for (int n = 0; n < heads->num; n++)
+        for (int j = 0; j < tile->tokens; j += 4) {
+            const int left = tile->tokens - j < 4 ? tile->tokens - j : 4;
+            const scalar* keys[4];
+            for (int i = 0; i < 4; i++) keys[i] = all_keys + tile->at[j + (i < left ? i : 0)] + n * D;
+            if (n == 0) {
+                for (int i = j + AHEAD; i < j + AHEAD + 4 && i < tile->known; i++) fetch(all_keys + tile->at[i], heads->num * D);
+                for (int i = j; i < j + left; i++) fetch(values + tile->at[i], heads->num * D);
+            }
+            int h = n * heads->G, end = h + heads->G;
+            for (; h + SCORED <= end; h += SCORED) score(heads, SCORED, h, keys, j, left);
+#if SCORED == 4
+            if (end - h == 3)
+                score(heads, 3, h, keys, j, left);
+            else if (end - h == 2)
+                score(heads, 2, h, keys, j, left);
+            else
+#endif
+                if (end - h == 1)
+                score(heads, 1, h, keys, j, left);
+        }
 }
 
 // The scores of a tile to weights, relative to the largest so far.
 static inline void weigh_tile(struct Heads* heads, int tokens) {
+    const int end = (tokens + LANES - 1) / LANES * LANES;
     for (int h = 0; h < heads->num * heads->G; h++) {
         float *score = heads->score[h], most = heads->peak[h];
-        for (int j = tokens; j < TILE; j++) score[j] = -INFINITY;
+        for (int j = tokens; j < end; j++) score[j] = -INFINITY;
         vec peaks = all(most);
-        for (int j = 0; j < TILE; j += LANES) peaks = larger(*(vec*)(score + j), peaks);
+        for (int j = 0; j < end; j += LANES) peaks = larger(*(vec*)(score + j), peaks);
         most = largest_of(peaks);
         const float fade = expf(heads->peak[h] - most);
         vec weights = {};
         heads->peak[h] = most;
-        for (int j = 0; j < TILE; j += LANES) {
+        for (int j = 0; j < end; j += LANES) {
             vec weight = exponential(*(vec*)(score + j) - most);
             *(vec*)(score + j) = weight;
             weights += weight;
@@ -133,31 +195,54 @@ static inline void weigh_tile(struct Heads* heads, int tokens) {
     }
 }
 
-static inline void add_tile(struct Heads* heads, const struct Paged* cache, int64_t begin, int tokens, int64_t count) {
-    for (int j = 0; j < tokens; j++) {
-        const scalar* value = cache->values + place(cache, begin + j, heads->k);
-        if (begin + j + AHEAD < count) fetch(cache->values + place(cache, begin + j + AHEAD, heads->k), heads->num * D);
-        for (int n = 0; n < heads->num; n++, value += D) {
-            vec part[PARTS];
-            for (int p = 0; p < PARTS; p++) part[p] = load(value + p * LANES);
-            for (int h = n * heads->G; h < (n + 1) * heads->G; h++)
-                for (int p = 0; p < PARTS; p++) heads->sum[h][p] += heads->score[h][j] * part[p];
+// Values of a tile, times the weights of query heads from `first` on, to their sums.
+inlined void add(struct Heads* heads, const struct Tile* tile, const scalar* values, const int num, int first, int n) {
+    vec sum[ADDED][PARTS];
+#pragma GCC unroll 4
+    for (int h = 0; h < num; h++)
+#pragma GCC unroll 16
+        for (int p = 0; p < PARTS; p++) sum[h][p] = heads->sum[first + h][p];
+    for (int j = 0; j < tile->tokens; j++) {
+        const scalar* value = values + tile->at[j] + n * D;
+#pragma GCC unroll 16
+        for (int p = 0; p < PARTS; p++) {
+            const vec part = load(value + p * LANES);
+#pragma GCC unroll 4
+            for (int h = 0; h < num; h++) sum[h][p] += heads->score[first + h][j] * part;
         }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < num; h++)
+#pragma GCC unroll 16
+        for (int p = 0; p < PARTS; p++) heads->sum[first + h][p] = sum[h][p];
+}
+
+static inline void add_tile(struct Heads* heads, const struct Tile* tile, const scalar* values) {
+    for (int n = 0; n < heads->num; n++) {
+        int h = n * heads->G, end = h + heads->G;
+        for (; h + ADDED <= end; h += ADDED) add(heads, tile, values, ADDED, h, n);
+#if ADDED > 2
+        if (end - h == 3) add(heads, tile, values, 3, h, n), h = end;
+        if (end - h == 2) add(heads, tile, values, 2, h, n), h = end;
+#endif
+#if ADDED > 1
+        if (h < end) add(heads, tile, values, 1, h, n);
+#endif
     }
 }
 
-// Attention of the heads to the first `count` tokens of a line.
-static void attend_heads(struct Heads* heads, const struct Paged* cache, int64_t count, scalar* out) {
+// Attention of the heads to the first `count` tokens of a line, of which `tile` has the first.
+static void attend_heads(struct Heads* heads, const struct Paged* cache, int64_t count, struct Tile* tile, scalar* out) {
     const int H = heads->num * heads->G;
     for (int h = 0; h < H; h++) {
         heads->peak[h] = -INFINITY, heads->total[h] = 0;
         for (int p = 0; p < PARTS; p++) heads->sum[h][p] = (vec){};
     }
     for (int64_t begin = 0; begin < count; begin += TILE) {
-        const int tokens = count - begin < TILE ? count - begin : TILE;
-        score_tile(heads, cache, begin, tokens, count);
-        weigh_tile(heads, tokens);
-        add_tile(heads, cache, begin, tokens, count);
+        if (begin) find(tile, cache, begin, count, heads->k);
+        score_tile(heads, tile, cache->keys, cache->values);
+        weigh_tile(heads, tile->tokens);
+        add_tile(heads, tile, cache->values);
     }
     for (int h = 0; h < H; h++)
         for (int p = 0; p < PARTS; p++) store(out + h * D + p * LANES, heads->sum[h][p] / heads->total[h]);
@@ -194,12 +279,15 @@ void attend(
                 const struct Paged cache = {keys, values, tables + lines[t] * table_stride, block, K};
                 const scalar *own = heads + t * (H + 2 * K) * D, *cosines = rotary + positions[t] * (D / 2);
                 struct Heads of;
+                struct Tile tile;
                 of.G = G, of.num = k + num < K ? num : K - k, of.k = k;
+                find(&tile, &cache, 0, positions[t] + 1, k);
+                for (int j = 0; j < AHEAD && j < tile.known; j++) fetch(keys + tile.at[j], of.num * D);
                 for (int h = 0; h < of.num * G; h++) {
                     rotated(of.query[h], own + (k * G + h) * D, q_norm, cosines, cosines + num_positions * (D / 2), eps);
                     for (int d = 0; d < D; d += LANES) *(vec*)(of.query[h] + d) *= scale;
                 }
-                attend_heads(&of, &cache, positions[t] + 1, out + (t * H + k * G) * D);
+                attend_heads(&of, &cache, positions[t] + 1, &tile, out + (t * H + k * G) * D);
             }
     }
 }

@@ -12,26 +12,38 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-#if LANES == 16
-typedef float vec8 __attribute__((vector_size(32), may_alias));
-#endif
-typedef float vec4 __attribute__((vector_size(16), may_alias));
+typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t ivec4 __attribute__((vector_size(16)));
 
 static inline vec all(float x) { return x - (vec){}; }
 static inline vec choose(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
 
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
 
-static inline float sum_of(vec v) {
+// Four numbers with the same sum.
+static inline vec4 folded(vec v) {
 #if LANES == 16
     vec8 half = ((vec8*)&v)[0] + ((vec8*)&v)[1];
-    vec4 b = ((vec4*)&half)[0] + ((vec4*)&half)[1];
+    return ((vec4*)&half)[0] + ((vec4*)&half)[1];
 #elif LANES == 8
-    vec4 b = ((vec4*)&v)[0] + ((vec4*)&v)[1];
+    return ((vec4*)&v)[0] + ((vec4*)&v)[1];
 #else
-    vec4 b = v;
+    return v;
 #endif
+}
+
+static inline float sum_of(vec v) {
+    vec4 b = folded(v);
     return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+// `sum_of` each, to the bit.
+static inline vec4 sums_of(vec a, vec b, vec c, vec d) {
+    const vec4 of_a = folded(a), of_b = folded(b), of_c = folded(c), of_d = folded(d);
+    const vec4 ab = __builtin_shuffle(of_a, of_b, (ivec4){0, 1, 4, 5}) + __builtin_shuffle(of_a, of_b, (ivec4){2, 3, 6, 7});
+    const vec4 cd = __builtin_shuffle(of_c, of_d, (ivec4){0, 1, 4, 5}) + __builtin_shuffle(of_c, of_d, (ivec4){2, 3, 6, 7});
+    return __builtin_shuffle(ab, cd, (ivec4){0, 2, 4, 6}) + __builtin_shuffle(ab, cd, (ivec4){1, 3, 5, 7});
 }
 
 static inline float largest_of(vec v) {
