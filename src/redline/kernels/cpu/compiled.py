@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +51,8 @@ _told: list[str] = []
 
 @cache
 def library(source: Path, *macros: str) -> ctypes.CDLL | None:
-    """The compiled source; None where there is no compiler, or not the one for these threads. Waits for the compiler."""
+    """The compiled source; None where there is no compiler, or not the one for these threads. Waits for the compiler, at most
+    `COMPILE_S` seconds."""
     threads = _threads_of_torch()
     if threads is None:
         return None
@@ -70,6 +72,9 @@ def library(source: Path, *macros: str) -> ctypes.CDLL | None:
             if kept is not None:
                 _keep(linked, kept)
             return found
+    except subprocess.TimeoutExpired:
+        why = f"{compiler} has not compiled its C within {COMPILE_S:.0f} s; start again when the machine is less busy"
+        _why_none.append(why)
     except subprocess.SubprocessError as error:
         reason = _reason(error)
         fix = ELSEWHERE if "No space left" in reason else INSTALL
@@ -125,7 +130,7 @@ def _place(name: str) -> Path | None:
 def _loaded(kept: Path) -> ctypes.CDLL | None:
     """None where it is not there, or not as it was written: a process that maps a library which was cut short dies of it."""
     try:
-        content = kept.read_bytes()
+        content = kept.read_bytes() if kept.is_file() else b""
         return ctypes.CDLL(str(kept)) if content[-DIGEST:] == _digest(content[:-DIGEST]) else None
     except OSError:  # nothing may be run from there
         return None
@@ -154,8 +159,15 @@ def _digest(content: bytes) -> bytes:
 
 
 def _run(*command: str) -> None:
-    """In a session of its own: an interrupt from the terminal is ours to answer."""
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S, start_new_session=True)
+    """In a session of its own: an interrupt from the terminal is ours to answer. What it started ends with it."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            _, told = process.communicate(timeout=COMPILE_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=told)
 
 
 def _reason(error: subprocess.SubprocessError) -> str:

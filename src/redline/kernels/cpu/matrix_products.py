@@ -48,7 +48,7 @@ class MatrixProducts:
         assert self.serves(weight_OI)
         assert x_TI.dtype is torch.bfloat16
         assert weight_OI.shape[1] == size
-        assert bias_O is None or bias_O.dtype is torch.bfloat16
+        assert bias_O is None or (bias_O.dtype is torch.bfloat16 and bias_O.is_contiguous())
         x_TI, out_TO = x_TI.contiguous(), x_TI.new_empty(num_rows, len(weight_OI))
         bias = None if bias_O is None else bias_O.data_ptr()
         pointers = (x_TI.data_ptr(), weight_OI.data_ptr(), bias, out_TO.data_ptr())

@@ -30,7 +30,7 @@ def selected_logprobs(
     """float32 log softmax(logits / temperature)[target], and the entropy of each distribution. The logits are hidden @ weightᵀ,
     with a `cap` cap · tanh(that / cap)."""
     if cap is None:
-        return _SelectedLogprobs.apply(hidden_ME, weight_VE, targets_M, temperature)
+        return _SelectedLogprobs.apply(hidden_ME, weight_VE, targets_M, temperature, torch.is_grad_enabled())
     found = [
         checkpoint(
             _capped_logprobs, hidden, weight_VE, targets, temperature, cap, use_reentrant=False, preserve_rng_state=False
@@ -51,8 +51,11 @@ def _capped_logprobs(
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        room = KEPT_BYTES[weight_VE.device.type] if any(ctx.needs_input_grad) else 0
+    def forward(
+        ctx: Any, hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float, has_backward: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`has_backward`: whether gradients are recorded, which cannot be asked in here."""
+        room = KEPT_BYTES[weight_VE.device.type] if has_backward and any(ctx.needs_input_grad) else 0
         found: list[tuple[Tensor | None, _Summary]] = []
         for hidden, targets in _chunks(weight_VE, room, hidden_ME, targets_M):
             logits = products.forward(hidden, weight_VE)
@@ -66,7 +69,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         return torch.cat([summary.logprobs for _, summary in found]), torch.cat([summary.entropies for _, summary in found])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden_ME, weight_VE, targets_M = ctx.saved_tensors
         grad_hidden_ME = torch.empty_like(hidden_ME)
         grad_weight_VE: Tensor | None = None
@@ -92,7 +95,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             elif ctx.needs_input_grad[1]:
                 product = outgoing.T @ _times(hidden, factors)
                 grad_weight_VE = _plus(grad_weight_VE, product, alone=len(hidden) == len(hidden_ME))
-        return grad_hidden_ME, None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype), None, None
+        return grad_hidden_ME, None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype), None, None, None
 
 
 class _Summary(NamedTuple):

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -184,6 +185,37 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def compiled_anew(source: Path, *macros: str) -> bool:
     return compiled.library.__wrapped__(source, *macros) is not None
+
+
+def test_a_compiler_that_takes_too_long_ends_with_all_that_it_started_and_that_is_told(
+    source: Path, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "child"
+    compiler_that(f"sleep 60 & echo $! > {child}.part; mv {child}.part {child}; wait", tmp_path, monkeypatch)
+    monkeypatch.setattr(compiled, "COMPILE_S", 1.0)
+    assert compiled.library(source) is None
+    reason = compiled.why_none()
+    assert reason is not None
+    assert "has not compiled its C within 1 s" in reason
+    deadline = time.monotonic() + 10
+    while _runs(int(child.read_text())):
+        assert time.monotonic() < deadline, "what the compiler started is still running"
+        time.sleep(0.05)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process that is nobody's child any more has not ended."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_what_is_no_file_in_the_place_of_a_kept_one_is_not_waited_for(source: Path, own_cache: Path) -> None:
+    assert compiled.library(source) is not None
+    [kept] = own_cache.iterdir()
+    kept.unlink()
+    os.mkfifo(kept)
+    compiled.library.cache_clear()
+    assert compiled.library(source) is not None
 
 
 def test_the_next_process_finds_what_this_one_compiled(source: Path, commands: list[str], own_cache: Path) -> None:

@@ -135,6 +135,20 @@ def test_without_a_trained_token_there_is_nothing() -> None:
     assert not weight.grad.any()
 
 
+def test_a_pass_without_gradients_keeps_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of old logprobs, through weights that are trained."""
+    kept: list[bool] = []
+    summarise = module._summarise
+    monkeypatch.setattr(module, "_summarise", lambda *of, keeps: (kept.append(keeps), summarise(*of, keeps=keeps))[1])
+    hidden, weight, targets = torch.randn(9, 16), torch.randn(64, 16).requires_grad_(), torch.randint(0, 64, (9,))
+    with torch.no_grad():
+        without = module.selected_logprobs(hidden, weight, targets, 1.0)
+    assert kept == [False]
+    recorded = module.selected_logprobs(hidden, weight, targets, 1.0)
+    assert kept == [False, True]
+    assert torch.equal(without[0], recorded[0])
+
+
 def test_on_a_gpu_logits_that_are_all_kept_are_one_chunk() -> None:
     bfloat16, vocabulary = torch.bfloat16, 1000
     most = module.CHUNK_BYTES["cuda"] // (2 * vocabulary)
