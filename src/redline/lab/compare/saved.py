@@ -52,8 +52,10 @@ class Saved:
     samples: Sequence[float]
     larger_is_better: bool
     unit: str
-    device: str
+    identity: Mapping[str, Any]
+    """Of the document: where it was measured, and with what."""
     config: Any
+    """Its settings, by the names that they have now."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +91,7 @@ def read_saved(text: str, metric: str | None) -> Saved:
     identity = document["identity"]
     config = as_of_now(identity.get("config")) if isinstance(identity.get("config"), dict) else identity.get("config")
     unit = result["unit"] if is_own else _unit_of(field)
-    return Saved(path, side or None, figure, place.field, samples, larger, unit, identity.get("device", "cpu"), config)
+    return Saved(path, side or None, figure, place.field, samples, larger, unit, identity, config)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -114,9 +114,12 @@ def test_a_revision_that_is_not_there_is_named(repository: Path) -> None:
 # ── saved results ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def saved(path: Path, samples: Sequence[Any], *, unit: str = "s", device: str = "cpu", config: Any = None) -> str:
+def saved(
+    path: Path, samples: Sequence[Any], *, unit: str = "s", device: str = "cpu", config: Any = None, **identity: Any
+) -> str:
     result = {"name": "step", "value": 1.0, "unit": unit, "samples": list(samples)}
-    path.write_text(json.dumps({"case": "x", "identity": {"device": device, "config": config}, "results": [result]}))
+    said = {"device": device, "config": config, **identity}
+    path.write_text(json.dumps({"case": "x", "identity": said, "results": [result]}))
     return str(path)
 
 
@@ -143,6 +146,52 @@ def test_other_devices_or_settings_are_no_comparison(tmp_path: Path) -> None:
     verdict = report(a, b).verdict
     assert verdict.exit_code == 2
     assert verdict.reasons == ["A was measured on cpu, B on NVIDIA H200", "not the same settings: tokens"]
+
+
+XEON = {"model": "Xeon", "cores": 16, "usable_cores": 2, "flags": ["amx_bf16"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("model", "Neoverse-N1", "not the same CPU: A Xeon, B Neoverse-N1"),
+        ("usable_cores", 64, "not the same usable cores: A 2, B 64"),
+        ("flags", [], "not the same flags of the CPU: A amx_bf16, B none"),
+        ("flags", None, "not the same flags of the CPU: A amx_bf16, B unknown"),
+    ],
+)
+def test_another_cpu_is_another_device(tmp_path: Path, key: str, value: Any, reason: str) -> None:
+    a = saved(tmp_path / "a.json", NEAR, cpu=XEON)
+    b = saved(tmp_path / "b.json", [value * 2.6 for value in NEAR], cpu=XEON | {key: value})
+    verdict = report(a, b).verdict
+    assert (verdict.exit_code, verdict.reasons) == (2, [reason])
+
+
+def test_cores_of_the_machine_that_were_not_used_do_not_count(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.json", NEAR, cpu=XEON)
+    b = saved(tmp_path / "b.json", [value * 1.3 for value in NEAR], cpu=XEON | {"cores": 2})
+    assert report(a, b).verdict.kind == "slower"
+
+
+def test_another_driver_of_a_gpu_is_no_comparison_and_another_host_is_said(tmp_path: Path) -> None:
+    def on(name: str, driver: str, cpu: dict[str, Any]) -> str:
+        gpus = [{"name": "NVIDIA T4", "driver": "1"}, {"name": "NVIDIA H200", "driver": driver}]
+        return saved(tmp_path / name, NEAR, device="NVIDIA H200", gpus=gpus, cpu=cpu)
+
+    a = on("a.json", "580", XEON)
+    assert report(a, on("b.json", "590", XEON)).verdict.reasons == ["not the same driver: A 580, B 590"]
+    other_host = report(a, on("c.json", "580", XEON | {"usable_cores": 12})).verdict
+    assert other_host.kind == "no different"
+    assert other_host.sentence.endswith("; not the same usable cores: A 2, B 12")
+
+
+def test_other_versions_are_said_beside_the_verdict(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.json", NEAR, packages={"torch": "2.11.0", "numpy": "2.4.6"})
+    b = saved(tmp_path / "b.json", [value / 1.3 for value in NEAR], packages={"torch": "2.13.0", "numpy": "2.4.6"})
+    found = report(a, b)
+    assert found.verdict.kind == "faster"
+    assert found.verdict.sentence.endswith("10 samples of each; not the same torch: A 2.11.0, B 2.13.0")
+    assert found.as_json()["notes"] == ["not the same torch: A 2.11.0, B 2.13.0"]
 
 
 def test_two_sides_of_one_file_are_pairs(tmp_path: Path) -> None:
