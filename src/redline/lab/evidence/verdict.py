@@ -100,13 +100,16 @@ def judge_unpaired(
     b: Sequence[float], a: Sequence[float], wish: Wish, metric: Metric, caveats: Sequence[str], notes: Sequence[str] = ()
 ) -> Verdict:
     """Judge two saved results by the logs of their samples, larger for better. `caveats` are reasons to abstain, `notes` are
-    said beside the verdict."""
+    said beside the verdict. The test takes samples for independent, and the rounds of a session share its machine, its process
+    and its warm-up, so that a few of them are no evidence however small the p-value."""
     estimate, pairs = shift(b, a), min(len(a), len(b))
     interval = estimate.interval and (math.exp(estimate.interval[0]), math.exp(estimate.interval[1]))
     comparison = Comparison(math.exp(estimate.value), interval, mann_whitney(b, a), pairs)
     claims = Claims(estimate.interval, shift(b, a, ONE_SIDED).interval, wish.effect, wish.tolerance)
     kind, reasons = claims.kind(), list(caveats)
-    if kind == "abstained":
+    if pairs < MIN_PAIRS:
+        reasons.append(f"{len(a)} and {len(b)} samples are too few, {MIN_PAIRS} of each are the fewest that count")
+    elif kind == "abstained":
         reasons.append(f"{len(a)} and {len(b)} samples are too few to tell a difference of {_percent(wish.effect)}")
     found = "abstained" if reasons else kind
     return Verdict(found, comparison, (), reasons, notes, metric, wish.effect, wish.tolerance, "samples of each")

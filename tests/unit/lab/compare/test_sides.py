@@ -14,6 +14,7 @@ from redline.lab.compare.command import Report, Request, compare
 from redline.lab.compare.saved import read_saved
 from redline.lab.compare.sides import OWN_SOURCE, What, jobs, worktree
 from redline.lab.evidence.experiment import Wish
+from redline.lab.evidence.verdict import Verdict
 
 TREE = str(OWN_SOURCE.parent)
 RECIPE = OWN_SOURCE.parent / "recipes" / "smoke.yaml"
@@ -146,6 +147,19 @@ def test_other_devices_or_settings_are_no_comparison(tmp_path: Path) -> None:
     verdict = report(a, b).verdict
     assert verdict.exit_code == 2
     assert verdict.reasons == ["A was measured on cpu, B on NVIDIA H200", "not the same settings: tokens"]
+
+
+def test_seven_samples_of_a_session_are_too_few(tmp_path: Path) -> None:
+    """Their ranks could not be further apart, yet the rounds of a session are not independent."""
+
+    def compared(num_a: int, num_b: int) -> Verdict:
+        faster = [value / 1.5 for value in NEAR]
+        return report(saved(tmp_path / "a.json", NEAR[:num_a]), saved(tmp_path / "b.json", faster[:num_b])).verdict
+
+    assert compared(8, 8).kind == "faster"
+    few = compared(10, 7)
+    assert (few.kind, few.exit_code) == ("abstained", 2)
+    assert few.reasons == ["10 and 7 samples are too few, 8 of each are the fewest that count"]
 
 
 XEON = {"model": "Xeon", "cores": 16, "usable_cores": 2, "flags": ["amx_bf16"]}
