@@ -37,9 +37,13 @@ class PeerFigure:
     """More than 1: we are better."""
     comparison: Comparison | None = None
     """Where both were measured in pairs."""
+    not_settled: Sequence[str] = ()
+    """Sides that were not known to be warm when the pairs began."""
 
     def as_json(self) -> dict[str, Any]:
-        figure = {"name": self.name, "value": self.value, "ratio": self.ratio}
+        figure: dict[str, Any] = {"name": self.name, "value": self.value, "ratio": self.ratio}
+        if self.not_settled:
+            figure["not_settled"] = list(self.not_settled)
         if self.comparison is None:
             return figure
         c = self.comparison

@@ -16,6 +16,8 @@ from rich.console import Console
 from redline.errors import CompareError, ConfigError
 from redline.lab.bench.cases import e2e_against
 from redline.lab.bench.settings import E2ESettings, make_settings
+from redline.lab.bench.table import render
+from redline.lab.evidence.document import Document
 from redline.lab.peers.trl_process import reward_letters, reward_sums
 from redline.lab.peers.trl_side import TrlSide
 
@@ -69,6 +71,24 @@ def test_steps_are_compared_whole_and_in_their_two_parts(tmp_path: Path) -> None
         assert 0 < ours["rollouts_s"] < ours["step_s"]
         assert ours["sampling_flops"] > 0
     assert all(json.dumps(result.as_json(), allow_nan=False) for result in results.values())
+
+
+def test_both_sides_take_as_many_steps_before_the_first_pair(tmp_path: Path) -> None:
+    """The peer is known to be warm at its third step at the earliest; the other side may be before or after it."""
+    console = Console(file=io.StringIO(), width=300)
+    measured = e2e_against.measure(settings(tmp_path, "warmup_s=60", "pairs=2"), console)
+    ours, theirs = (measured.warm_ups[name] for name in ("redline", "trl"))
+    assert len(ours.seconds) == len(theirs.seconds) >= 3
+
+
+def test_a_side_that_had_not_settled_is_named_beside_every_ratio(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=300)
+    made = settings(tmp_path, "pairs=2")
+    document = Document.of("e2e", "cpu", e2e_against.measure(made, console))
+    assert "trl has not settled after 1 steps" in console.file.getvalue()
+    assert all(result["peer"]["not_settled"] == ["redline", "trl"] for result in document.as_json()["results"])
+    console.print(render(document))
+    assert console.file.getvalue().count("not settled: redline, trl") == len(document.results)
 
 
 def test_all_cores_work_for_both_and_nobody_is_ahead(tmp_path: Path) -> None:

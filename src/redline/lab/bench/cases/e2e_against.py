@@ -3,6 +3,7 @@
 Same model, tasks in the same order, sizes and learning rate on both sides. Each keeps its model loaded and takes one step when
 it is told to, while the other sleeps: ours in this process, TRL in one of its own, whose python may be that of another
 environment. In every round both take a step, in an order drawn by lot. Both use all cores, and both are in lockstep, as TRL is.
+Answers and memory change as a run goes on, so both take as many steps before the first round: a pair is the same step of both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from redline.lab.evidence.statistics import compare
 from redline.lab.measure.machine import measure_machine, synchronize
 from redline.lab.measure.pairs import interleave
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
-from redline.lab.measure.warmup import MAX_RUNS, warm_up
+from redline.lab.measure.warmup import MAX_RUNS, WarmUp, warm_up_together
 from redline.lab.peers.contest import OURS
 from redline.lab.peers.trl_side import TrlSide
 from redline.launch.process import prepare_process
@@ -96,10 +97,10 @@ def measure(settings: E2ESettings, console: Console) -> Measured:
             OURS: lambda _: own.step(),
             PEER: lambda _: SteppedRun(**trl.step()),
         }
-        warm_ups = {}
-        for name, side in sides.items():
-            run, warm_ups[name] = warm_up(side, max_seconds=settings.warmup_s)
-            console.print(f"{name} is warm: a step takes {run.step_s:.2f} s", style="dim")
+        last, warm_ups = warm_up_together(sides, max_seconds=settings.warmup_s)
+        for name, warmed in warm_ups.items():
+            state = "is warm" if warmed.is_settled else "has not settled"
+            console.print(f"{name} {state} after {len(warmed.seconds)} steps: one takes {last[name].step_s:.2f} s", style="dim")
 
         def tell(number: int, row: Mapping[str, SteppedRun]) -> None:
             each = ", ".join(f"{name} {run.step_s:.2f} s ({run.mean_tokens:.0f} tokens)" for name, run in row.items())
@@ -121,7 +122,7 @@ def measure(settings: E2ESettings, console: Console) -> Measured:
         *sample_results("", per_s, Bound(attempts / step.bound.value, step.bound.why), price_of(settings), theirs),
         _per_token(rounds, step),
     ]
-    return Measured(settings, results, {PEER: version}, warm_ups)
+    return Measured(settings, [_with_unsettled(result, warm_ups) for result in results], {PEER: version}, warm_ups)
 
 
 @contextmanager
@@ -163,6 +164,13 @@ def _peer(rounds: Rounds, value: Callable[[SteppedRun], float], *, larger_is_bet
     ours, theirs = ([value(row[name]) for row in rounds] for name in (OURS, PEER))
     comparison = compare(ours, theirs) if larger_is_better else compare(theirs, ours)
     return PeerFigure(PEER, statistics.median(theirs), comparison.ratio, comparison)
+
+
+def _with_unsettled(result: Result, warm_ups: Mapping[str, WarmUp]) -> Result:
+    """The result with the sides whose steps still got faster, or varied, when the first round began."""
+    assert result.peer is not None
+    unsettled = [name for name, warmed in warm_ups.items() if not warmed.is_settled]
+    return replace(result, peer=replace(result.peer, not_settled=unsettled))
 
 
 def _with_samples(step: Result, rounds: Rounds) -> Result:
