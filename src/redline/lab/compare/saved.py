@@ -179,10 +179,11 @@ def _is_larger_better_of(field: str, result: Result, text: str) -> bool:
 
 
 def _is_larger_better(result: Result, document: Mapping[str, Any]) -> bool:
-    """A document has it in how the fraction of the bound was computed: value / bound, or bound / value."""
+    """A document has it in how the fraction of the bound was computed: value / bound, or bound / value. A median of rounds'
+    fractions is near one of them."""
     value, bound, fraction = result.get("value"), (result.get("bound") or {}).get("value"), result.get("fraction_of_bound")
     if value and bound and fraction and not math.isclose(value, bound):
-        return math.isclose(fraction, value / bound)
+        return abs(math.log(fraction * bound / value)) < abs(math.log(fraction * value / bound))
     return document.get("case") != "perf" and result["unit"] not in SMALLER
 
 

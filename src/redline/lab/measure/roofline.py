@@ -38,8 +38,8 @@ class Load:
     new_tokens: int
     """Tokens of a completion, on average."""
     max_num_seqs: int
-    lengths_P: np.ndarray | None = None
-    """int64[prompts]: tokens of each prompt's completions, where they differ."""
+    lengths_S: np.ndarray | None = None
+    """int64[sequences]: tokens of each completion, where they differ."""
 
     @property
     def sequences(self) -> int:
@@ -53,7 +53,7 @@ class Load:
     @property
     def lengths(self) -> np.ndarray:
         """int64[sequences]: tokens of each completion."""
-        return np.full(self.sequences, self.new_tokens) if self.lengths_P is None else np.repeat(self.lengths_P, self.n)
+        return np.full(self.sequences, self.new_tokens) if self.lengths_S is None else self.lengths_S
 
     @property
     def tokens(self) -> int:
@@ -104,6 +104,11 @@ def step_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
     return max(moved / machine.bandwidth, flops / machine.flops)
 
 
+def generation_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
+    """All prompts and all decode steps."""
+    return prefill_seconds(cost, load, machine) + load.steps * step_seconds(cost, load, machine)
+
+
 def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
     """New tokens per second."""
     prefill, step = prefill_seconds(cost, load, machine), step_seconds(cost, load, machine)
@@ -115,7 +120,7 @@ def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
         " read once;"
         f" 2 · parameters + attention operations per token{_in_fewer_bits(cost)}); {machine.how}"
     )
-    return Bound(load.tokens / (prefill + load.steps * step), why)
+    return Bound(load.tokens / generation_seconds(cost, load, machine), why)
 
 
 def _in_fewer_bits(cost: NetworkCost) -> str:

@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from rich.console import Console
+from support.fakes import trajectory
 
 from redline.errors import CompareError, ConfigError
 from redline.lab.bench.cases import e2e_against
@@ -20,6 +22,7 @@ from redline.lab.bench.table import render
 from redline.lab.evidence.document import Document
 from redline.lab.peers.trl_process import reward_letters, reward_sums
 from redline.lab.peers.trl_side import TrlSide
+from redline.types import TrajectoryGroup
 
 SMALL = ["model=builtin:tiny", "device=cpu", "num_threads=1", "groups_per_step=2", "group_size=2", "max_new_tokens=4"]
 STAND_IN = """#!{python}
@@ -69,8 +72,34 @@ def test_steps_are_compared_whole_and_in_their_two_parts(tmp_path: Path) -> None
     for sample in results["a step"].samples:
         ours = sample["redline"]
         assert 0 < ours["rollouts_s"] < ours["step_s"]
-        assert ours["sampling_flops"] > 0
+        assert 0 < ours["least_rollouts_s"] < ours["rollouts_s"]
+        assert 0 <= ours["least_trainer_s"] < ours["step_s"] - ours["rollouts_s"]
     assert all(json.dumps(result.as_json(), allow_nan=False) for result in results.values())
+
+
+def test_every_figure_of_a_step_is_at_the_same_fraction_of_its_rounds_bounds(tmp_path: Path) -> None:
+    """Answers of other lengths have another bound, and medians of different things are of different rounds."""
+    results = {r.name: r for r in e2e_against.measure(settings(tmp_path), Console(file=io.StringIO())).results}
+    step = results["a step"]
+    runs = [sample["redline"] for sample in step.samples]
+    least = [run["least_rollouts_s"] + run["least_trainer_s"] for run in runs]
+    assert list(step.fractions) == pytest.approx([bound / run["step_s"] for bound, run in zip(least, runs, strict=True)])
+    for name in ("samples", "a million samples", "a step, per token of an attempt"):
+        assert results[name].fraction_of_bound == pytest.approx(step.fraction_of_bound)
+    assert step.as_json()["fractions_of_bound"] == list(step.fractions)
+
+
+def test_the_bound_counts_the_prompts_the_steps_of_the_longest_answer_and_each_answers_tokens() -> None:
+    groups = [
+        TrajectoryGroup(
+            f"letters/{index}", [trajectory([5, 6, 7], [9] * length) for length in lengths], np.zeros(2, np.float32)
+        )
+        for index, lengths in enumerate(((2, 9), (4, 5)))
+    ]
+    load = e2e_against.load_of(groups, max_num_seqs=8)
+    assert (load.prompts, load.prompt_tokens, load.n) == (2, 3, 2)
+    assert (load.tokens, load.steps) == (20, 8)
+    assert load.rows == pytest.approx(16 / 8)
 
 
 def test_both_sides_take_as_many_steps_before_the_first_pair(tmp_path: Path) -> None:

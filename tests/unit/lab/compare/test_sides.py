@@ -249,6 +249,14 @@ def test_a_document_says_which_way_its_figure_is_better(tmp_path: Path, unit: st
     assert (report(a, b).verdict.kind, report(b, a).verdict.kind) == ("slower", "faster")
 
 
+@pytest.mark.parametrize(("value", "bound", "fraction", "larger"), [(4.0, 2.0, 0.53, False), (2.0, 4.0, 0.47, True)])
+def test_a_fraction_that_is_the_median_of_rounds_says_so_too(
+    tmp_path: Path, value: float, bound: float, fraction: float, larger: bool
+) -> None:
+    figure = result("x", NEAR, value, "%", larger=larger) | {"bound": {"value": bound}, "fraction_of_bound": fraction}
+    assert read_saved(document(tmp_path / "a.json", figure), "x").larger_is_better == larger
+
+
 def test_counts_of_the_gate_are_better_when_smaller(tmp_path: Path) -> None:
     figure = {
         "name": "trainer step: operators",

@@ -66,7 +66,8 @@ class Workload:
 
     def load(self, max_num_seqs: int) -> roofline.Load:
         s = self._settings
-        return roofline.Load(s.prompts, float(np.mean(self.prompt_lengths)), s.n, s.new_tokens, max_num_seqs, self.lengths_P)
+        lengths_S = np.repeat(self.lengths_P, s.n)
+        return roofline.Load(s.prompts, float(np.mean(self.prompt_lengths)), s.n, s.new_tokens, max_num_seqs, lengths_S)
 
 
 def completion_lengths(settings: GenerateSettings) -> np.ndarray:
