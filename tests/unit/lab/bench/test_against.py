@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from support.fakes import trajectory
 
+from redline.config.sections.engine import EngineConfig
 from redline.errors import CompareError, ConfigError
 from redline.lab.bench.cases import e2e_against
 from redline.lab.bench.settings import E2ESettings, make_settings
@@ -96,10 +97,12 @@ def test_the_bound_counts_the_prompts_the_steps_of_the_longest_answer_and_each_a
         )
         for index, lengths in enumerate(((2, 9), (4, 5)))
     ]
-    load = e2e_against.load_of(groups, max_num_seqs=8)
+    load = e2e_against.load_of(groups, EngineConfig(max_num_seqs=8))
     assert (load.prompts, load.prompt_tokens, load.n) == (2, 3, 2)
     assert (load.tokens, load.steps) == (20, 8)
     assert load.rows == pytest.approx(16 / 8)
+    assert not load.guesses
+    assert e2e_against.load_of(groups, EngineConfig(speculation="auto")).guesses
 
 
 def test_both_sides_take_as_many_steps_before_the_first_pair(tmp_path: Path) -> None:

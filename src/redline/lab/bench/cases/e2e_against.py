@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 
 from redline.config import Config
+from redline.config.sections.engine import EngineConfig
 from redline.lab.bench.cases.e2e import LOCKSTEP, price_of, recipe, sample_results, sampling_cost
 from redline.lab.bench.settings import E2ESettings
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
@@ -81,7 +82,7 @@ class OwnSide:
 
     def __init__(self, stages: Stages, recorder: Recorder, config: Config, machine: Machine) -> None:
         self._stages, self._recorder, self._device = stages, recorder, torch.device(config.run.device)
-        self._cost, self._machine, self._max_num_seqs = sampling_cost(stages, config), machine, config.engine.max_num_seqs
+        self._cost, self._machine, self._engine = sampling_cost(stages, config), machine, config.engine
 
     def step(self) -> SteppedRun:
         finished: list[FinishedStep] = []
@@ -98,12 +99,12 @@ class OwnSide:
             rollouts_s=sum(ns for name, ns in spent.items() if name.partition(".")[0] in ("rollouts", "engine")) / 1e9,
             reward=statistics.fmean(own[0].reward for own in done.attempts),
             mean_tokens=statistics.fmean(sum(t.num_completion_tokens for t in own) for own in done.attempts),
-            least_rollouts_s=generation_seconds(self._cost, load_of(done.groups, self._max_num_seqs), self._machine),
+            least_rollouts_s=generation_seconds(self._cost, load_of(done.groups, self._engine), self._machine),
             least_trainer_s=done.report.flops / self._machine.flops,
         )
 
 
-def load_of(groups: Sequence[TrajectoryGroup], max_num_seqs: int) -> Load:
+def load_of(groups: Sequence[TrajectoryGroup], engine: EngineConfig) -> Load:
     """What the engine was asked for, by what it gave: answers of one reply each."""
     answers = [trajectory for group in groups for trajectory in group.trajectories]
     lengths_S = np.array([answer.num_completion_tokens for answer in answers])
@@ -112,8 +113,9 @@ def load_of(groups: Sequence[TrajectoryGroup], max_num_seqs: int) -> Load:
         prompt_tokens=statistics.fmean(int((~group.trajectories[0].loss_mask).sum()) for group in groups),
         n=len(answers) // len(groups),
         new_tokens=round(lengths_S.mean()),
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=engine.max_num_seqs,
         lengths_S=lengths_S,
+        guesses=engine.speculation != "off",
     )
 
 

@@ -67,7 +67,8 @@ class Workload:
     def load(self, max_num_seqs: int) -> roofline.Load:
         s = self._settings
         lengths_S = np.repeat(self.lengths_P, s.n)
-        return roofline.Load(s.prompts, float(np.mean(self.prompt_lengths)), s.n, s.new_tokens, max_num_seqs, lengths_S)
+        prompt_tokens, guesses = float(np.mean(self.prompt_lengths)), s.engine.speculation != "off"
+        return roofline.Load(s.prompts, prompt_tokens, s.n, s.new_tokens, max_num_seqs, lengths_S, guesses)
 
 
 def completion_lengths(settings: GenerateSettings) -> np.ndarray:
