@@ -302,6 +302,33 @@ def test_a_rate_in_other_units_is_no_time(tmp_path: Path) -> None:
     assert read.larger_is_better
 
 
+def test_a_number_for_each_side_is_compared_by_the_side_that_is_named(tmp_path: Path) -> None:
+    samples = [{"redline": 60 * value, "transformers": 30.0} for value in NEAR]
+    figure = result("MFU", samples, 60 * 1.0015, "%", larger=True) | {"peer": {"name": "transformers"}}
+    path = document(tmp_path / "a.json", figure)
+    Path(path).write_text(
+        Path(path).read_text().replace('"device"', '"warm_up": {"redline": {}, "transformers": {}}, "device"')
+    )
+    assert read_saved(path, None).samples == [60 * value for value in NEAR]
+    verdict = report(f"{path}#transformers", f"{path}#redline", "MFU").verdict
+    assert (verdict.kind, round(verdict.comparison.ratio)) == ("faster", 2)
+    assert report(f"{path}#redline", f"{path}#transformers").verdict.exit_code == 1
+    with pytest.raises(CompareError, match="have no side vllm") as refused:
+        read_saved(f"{path}#vllm", "MFU")
+    assert refused.value.hint == "name one of redline, transformers"
+
+
+def test_a_figure_whose_samples_are_its_parts_is_their_sum(tmp_path: Path) -> None:
+    samples = [{"redline": {"data": 0.1, "forward": value}, "peer": {"data": 0.2, "forward": 2 * value}} for value in NEAR]
+    figure = result("step", samples, 1.1015, "s", larger=False) | {"parts": {"data": 0.1, "forward": 1.0015}}
+    path = document(tmp_path / "a.json", figure)
+    assert read_saved(path, None).samples == pytest.approx([0.1 + value for value in NEAR])
+    assert read_saved(f"{path}#peer", "step:forward").samples == [2 * value for value in NEAR]
+    verdict = report(f"{path}#peer", f"{path}#redline").verdict
+    assert verdict.kind == "faster"
+    assert verdict.comparison.ratio == pytest.approx(2)
+
+
 def test_parts_of_a_figure_are_not_taken_for_it(tmp_path: Path) -> None:
     samples = [{"redline": {"data": 0.1, "forward": value}} for value in NEAR]
     path = document(tmp_path / "a.json", result("step", samples, 1.1015, "s", larger=False))
