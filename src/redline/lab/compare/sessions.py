@@ -21,15 +21,18 @@ def other_hardware(a: Identity, b: Identity) -> list[str]:
     if devices[0] != devices[1]:
         return [f"A was measured on {devices[0]}, B on {devices[1]}"]
     known = [_cpu(each) if devices[0] == "cpu" else _gpu(each) for each in (a, b)]
-    return _differences(*known)
+    names = _differing(*known)
+    return [f"not the same {name}: A {_said(known[0].get(name))}, B {_said(known[1].get(name))}" for name in names]
 
 
 def other_software(a: Identity, b: Identity) -> list[str]:
-    """Return what differs around the code that was measured: versions, and the host of a GPU."""
+    """Return what differs around the code that was measured, in one sentence: versions, and the host of a GPU."""
     known = [_software(each) for each in (a, b)]
     if _device(a) == _device(b) != "cpu":
         known = [facts | _cpu(each) for facts, each in zip(known, (a, b), strict=True)]
-    return _differences(*known)
+    names = _differing(*known)
+    found = [f"{name} {_said(known[0].get(name))} and {_said(known[1].get(name))}" for name in names]
+    return [f"around them A and B had {', '.join(found)}"] if found else []
 
 
 def _device(identity: Identity) -> str:
@@ -51,11 +54,8 @@ def _software(identity: Identity) -> dict[str, Any]:
     return {key: identity.get(key) for key in SOFTWARE} | dict(identity.get("packages") or {})
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    names = dict.fromkeys((*a, *b))
-    return [
-        f"not the same {name}: A {_said(a.get(name))}, B {_said(b.get(name))}" for name in names if a.get(name) != b.get(name)
-    ]
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
 
 
 def _said(value: Any) -> str:

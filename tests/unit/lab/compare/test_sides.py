@@ -196,7 +196,7 @@ def test_another_driver_of_a_gpu_is_no_comparison_and_another_host_is_said(tmp_p
     assert report(a, on("b.json", "590", XEON)).verdict.reasons == ["not the same driver: A 580, B 590"]
     other_host = report(a, on("c.json", "580", XEON | {"usable_cores": 12})).verdict
     assert other_host.kind == "no different"
-    assert other_host.sentence.endswith("; not the same usable cores: A 2, B 12")
+    assert other_host.sentence.endswith("; around them A and B had usable cores 2 and 12")
 
 
 def test_other_versions_are_said_beside_the_verdict(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_other_versions_are_said_beside_the_verdict(tmp_path: Path) -> None:
     b = saved(tmp_path / "b.json", [value / 1.3 for value in NEAR], packages={"torch": "2.13.0", "numpy": "2.4.6"})
     found = report(a, b)
     assert found.verdict.kind == "faster"
-    assert found.verdict.sentence.endswith("10 samples of each; not the same torch: A 2.11.0, B 2.13.0")
-    assert found.as_json()["notes"] == ["not the same torch: A 2.11.0, B 2.13.0"]
+    assert found.verdict.sentence.endswith("10 samples of each; around them A and B had torch 2.11.0 and 2.13.0")
+    assert found.as_json()["notes"] == ["around them A and B had torch 2.11.0 and 2.13.0"]
 
 
 def test_two_sides_of_one_file_are_pairs(tmp_path: Path) -> None:
