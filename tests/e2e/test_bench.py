@@ -36,7 +36,7 @@ def test_generate_ends_with_a_document_that_has_every_field(tmp_path: Path) -> N
 def test_n_sampling_ends_with_a_document(tmp_path: Path) -> None:
     small = ("model=builtin:tiny", "prompt_tokens=64", "new_tokens=4", "n=2", "pairs=2", "num_threads=1")
     document = json.loads(succeed("bench", "n-sampling", *small, "--json", cwd=tmp_path).splitlines()[-1])
-    assert [result["bound"]["value"] for result in document["results"]] == [2, 2, 2]
+    assert all(0 < result["fraction_of_bound"] < 1 for result in document["results"])
 
 
 @pytest.mark.slow

@@ -57,14 +57,15 @@ def _parts(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _ratio(peer: Mapping[str, Any]) -> Text:
-    """Return the ratio to a peer, coloured where its interval leaves out 1."""
-    ratio = Text(f"{peer['ratio']:.2f}×")
+    """Return the ratio to a peer, coloured where its interval leaves out 1, and which sides had not settled."""
+    ratio, unsettled = Text(f"{peer['ratio']:.2f}×"), peer.get("not_settled")
+    note = Text(f", not settled: {', '.join(unsettled)}", style="dim") if unsettled else Text()
     if "pairs" not in peer:  # not measured in pairs
-        return ratio
+        return ratio + note
     interval = peer["interval_95"]
     if interval and not interval[0] <= 1 <= interval[1]:
         ratio.stylize("bold green" if peer["ratio"] > 1 else "bold red")
-    return ratio + Text(_interval(interval) or " (too few pairs)", style="dim")
+    return ratio + Text(_interval(interval) or " (too few pairs)", style="dim") + note
 
 
 def _interval(interval: Sequence[float] | None) -> str:

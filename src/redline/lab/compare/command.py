@@ -17,6 +17,7 @@ from rich.console import Console
 
 from redline.errors import CompareError, ConfigError
 from redline.lab.compare.saved import Saved, read_saved
+from redline.lab.compare.sessions import other_hardware, other_software
 from redline.lab.compare.sides import What, is_saved, jobs
 from redline.lab.compare.worker import Job, Told, Turns, measure_pair
 from redline.lab.evidence.experiment import Experiment, Metric, Pair, Phase, Round, Wish, run
@@ -160,14 +161,12 @@ def _judge_pairs(a: Saved, b: Saved, metric: Metric, wish: Wish) -> Verdict:
 
 
 def _judge_sessions(a: Saved, b: Saved, metric: Metric, wish: Wish) -> Verdict:
-    caveats = []
-    if a.device != b.device:
-        caveats.append(f"A was measured on {a.device}, B on {b.device}")
+    caveats = other_hardware(a.identity, b.identity)
     if a.config != b.config:
         caveats.append(f"not the same settings: {', '.join(_differing(a.config, b.config))}")
     sign = 1 if metric.larger_is_better else -1
     logs_a, logs_b = ([sign * math.log(value) for value in side.samples] for side in (a, b))
-    return judge_unpaired(logs_b, logs_a, wish, metric, caveats)
+    return judge_unpaired(logs_b, logs_a, wish, metric, caveats, other_software(a.identity, b.identity))
 
 
 def _differing(a: Any, b: Any) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,10 @@ class Saved:
     samples: Sequence[float]
     larger_is_better: bool
     unit: str
-    device: str
+    identity: Mapping[str, Any]
+    """Of the document: where it was measured, and with what."""
     config: Any
+    """Its settings, by the names that they have now."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,11 +64,19 @@ class Place:
 
     side: str = ""
     field: str = ""
+    parts: tuple[str, ...] = ()
+    """Fields that add up to the number, where none has it."""
 
     def number(self, sample: Any) -> float | None:
         """The number there; None where there is none."""
+        if not self.parts:
+            return self._of(sample, self.field)
+        found = [self._of(sample, part) for part in self.parts]
+        return None if None in found else math.fsum(part for part in found if part is not None)
+
+    def _of(self, sample: Any, field: str) -> float | None:
         value = sample
-        for key in filter(None, (self.side, self.field)):
+        for key in filter(None, (self.side, field)):
             value = value.get(key) if isinstance(value, dict) else None
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -79,17 +89,19 @@ def read_saved(text: str, metric: str | None) -> Saved:
     figure, field = _wanted(metric, document["results"], path)
     result = _with_side([each for each in document["results"] if each["name"] == figure], side)
     _refuse_probes(result, text)
-    own = _own_place(result)
-    place = Place(side or own.side, field or own.field)
-    if side and side == own.side + own.field:
-        place = own
+    identity = document["identity"]
+    sides = _sides(result, identity)
+    own = _own_place(result, sides)
+    place = replace(own, side=side or own.side)
+    if field:
+        place = Place(place.side, field)
+    _refuse_missing_side(result, side, sides, text)
     samples = [_positive(place, sample, text, figure) for sample in result["samples"]]
     is_own = not field or field == own.field
     larger = _is_larger_better(result, document) if is_own else _is_larger_better_of(field, result, text)
-    identity = document["identity"]
     config = as_of_now(identity.get("config")) if isinstance(identity.get("config"), dict) else identity.get("config")
     unit = result["unit"] if is_own else _unit_of(field)
-    return Saved(path, side or None, figure, place.field, samples, larger, unit, identity.get("device", "cpu"), config)
+    return Saved(path, side or None, figure, place.field, samples, larger, unit, identity, config)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -122,21 +134,44 @@ def _with_side(results: Sequence[Result], side: str) -> Result:
     return next((each for each in results if any(isinstance(s, dict) and side in s for s in each["samples"])), results[0])
 
 
-def _own_place(result: Result) -> Place:
+def _sides(result: Result, identity: Mapping[str, Any]) -> set[str]:
+    """The names of those that were measured: only they tell {side: number} from {field: number}."""
+    return {*(identity.get("warm_up") or ()), *(identity.get("peers") or ()), (result.get("peer") or {}).get("name", "")}
+
+
+def _refuse_missing_side(result: Result, side: str, sides: Collection[str], text: str) -> None:
+    there = [name for name, value in _first(result["samples"]).items() if isinstance(value, dict) or name in sides]
+    if side and side not in there:
+        hint = f"name one of {', '.join(there)}" if there else "name a result whose samples have both sides, with --metric"
+        raise CompareError(f"{text}: samples of {result['name']!r} have no side {side}", hint)
+
+
+def _first(samples: Sequence[Any]) -> Mapping[str, Any]:
+    return samples[0] if samples and isinstance(samples[0], dict) else {}
+
+
+def _own_place(result: Result, sides: Collection[str]) -> Place:
     """Where the numbers are that the value of a result is the median or the mean of. A sample holds a number, or one per side,
-    or a few figures, or a few per side."""
-    columns = _columns(result["samples"])
+    or a few figures, or a few per side, or the parts of one (those of all steps of a round, where a round has several)."""
+    columns = _columns(result["samples"], sides)
     for place, numbers in columns.items():
         if _is_made_of(result.get("value"), numbers):
             return place
-    usual = (place for field in USUAL.get(result["unit"], ()) for place in columns if place.field == field)
-    return next(usual, Place(next((place.side for place in columns), "")))  # ours comes first
+    usual = [place for field in USUAL.get(result["unit"], ()) for place in columns if place.field == field]
+    own = Place(next((place.side for place in columns), ""))  # ours comes first
+    return next(iter(usual), replace(own, parts=_parts(result, columns, own.side)))
 
 
-def _columns(samples: Sequence[Any]) -> dict[Place, list[float]]:
+def _parts(result: Result, columns: Collection[Place], side: str) -> tuple[str, ...]:
+    """The parts of a result by name, where its samples have exactly these."""
+    parts = tuple(result.get("parts") or ())
+    return parts if {place.field for place in columns if place.side == side} == set(parts) else ()
+
+
+def _columns(samples: Sequence[Any], sides: Collection[str] = ()) -> dict[Place, list[float]]:
     """The numbers of all samples, by their place, where every sample has one."""
-    first = samples[0] if samples and isinstance(samples[0], dict) else {}
-    flat = [Place("", name) for name, value in first.items() if not isinstance(value, dict)]
+    first = _first(samples)
+    flat = [Place(name) if name in sides else Place("", name) for name, value in first.items() if not isinstance(value, dict)]
     of_sides = [Place(side, name) for side, value in first.items() if isinstance(value, dict) for name in value]
     found = {place: [place.number(sample) for sample in samples] for place in (*flat, *of_sides)}
     return {place: [n for n in numbers if n is not None] for place, numbers in found.items() if None not in numbers}
@@ -177,10 +212,11 @@ def _is_larger_better_of(field: str, result: Result, text: str) -> bool:
 
 
 def _is_larger_better(result: Result, document: Mapping[str, Any]) -> bool:
-    """A document has it in how the fraction of the bound was computed: value / bound, or bound / value."""
+    """A document has it in how the fraction of the bound was computed: value / bound, or bound / value. A median of rounds'
+    fractions is near one of them."""
     value, bound, fraction = result.get("value"), (result.get("bound") or {}).get("value"), result.get("fraction_of_bound")
     if value and bound and fraction and not math.isclose(value, bound):
-        return math.isclose(fraction, value / bound)
+        return abs(math.log(fraction * bound / value)) < abs(math.log(fraction * value / bound))
     return document.get("case") != "perf" and result["unit"] not in SMALLER
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +38,13 @@ class PeerFigure:
     """More than 1: we are better."""
     comparison: Comparison | None = None
     """Where both were measured in pairs."""
+    not_settled: Sequence[str] = ()
+    """Sides that were not known to be warm when the pairs began."""
 
     def as_json(self) -> dict[str, Any]:
-        figure = {"name": self.name, "value": self.value, "ratio": self.ratio}
+        figure: dict[str, Any] = {"name": self.name, "value": self.value, "ratio": self.ratio}
+        if self.not_settled:
+            figure["not_settled"] = list(self.not_settled)
         if self.comparison is None:
             return figure
         c = self.comparison
@@ -60,10 +65,14 @@ class Result:
     larger_is_better: bool = True
     details: Mapping[str, Any] = field(default_factory=dict)
     """What else is worth keeping: percentiles, an interval."""
+    fractions: Sequence[float] = ()
+    """What each round reached of the bound of its own work, where the rounds have not the same."""
 
     @property
     def fraction_of_bound(self) -> float:
-        """value / bound, or bound / value where less is better: 1 is perfect."""
+        """value / bound, or bound / value where less is better: 1 is perfect. The median round's, where each has a bound."""
+        if self.fractions:
+            return statistics.median(self.fractions)
         if not (self.value and self.bound.value):
             return 0.0
         return self.value / self.bound.value if self.larger_is_better else self.bound.value / self.value
@@ -77,6 +86,7 @@ class Result:
             "samples": list(self.samples),
             "bound": {"value": self.bound.value, "why": self.bound.why},
             "fraction_of_bound": self.fraction_of_bound,
+            **({"fractions_of_bound": list(self.fractions)} if self.fractions else {}),
             "peer": self.peer.as_json() if self.peer else None,
         }
 

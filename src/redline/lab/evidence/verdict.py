@@ -31,6 +31,8 @@ class Verdict:
     guards: Sequence[Guard] = ()
     reasons: Sequence[str] = ()
     """For abstaining."""
+    notes: Sequence[str] = ()
+    """What else may explain the difference, and is no reason to abstain."""
     metric: Metric = field(default=Metric("step_s"))
     effect: float = 0.0
     tolerance: float = 0.0
@@ -44,7 +46,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        return "; ".join([self._claim, *(guard.words for guard in self.guards)])
+        return "; ".join([self._claim, *self.notes, *(guard.words for guard in self.guards)])
 
     @property
     def _claim(self) -> str:
@@ -67,6 +69,7 @@ class Verdict:
             "sentence": self.sentence,
             "exit_code": self.exit_code,
             "reasons": list(self.reasons),
+            "notes": list(self.notes),
             "effect": self.effect,
             "tolerance": self.tolerance,
             "guards": [guard.as_json() for guard in self.guards],
@@ -76,7 +79,7 @@ class Verdict:
 def judge(experiment: Experiment, tolerances: Mapping[str, float]) -> Verdict:
     wish, logs = experiment.wish, experiment.log_ratios
     if not logs:
-        return Verdict("abstained", None, (), ["the time was up before a pair of A and B was measured"], experiment.metric)
+        return Verdict("abstained", None, (), ["the time was up before a pair of A and B was measured"], (), experiment.metric)
     comparison = of_log_ratios(logs, FIXED_LEVEL)
     claims = Claims(_logs(comparison.interval), hodges_lehmann(logs, ONE_SIDED).interval, wish.effect, wish.tolerance)
     guards = check(experiment.pairs, tolerances)
@@ -90,20 +93,26 @@ def judge(experiment: Experiment, tolerances: Mapping[str, float]) -> Verdict:
     reasons += [s.what for s in suspicions if kind == "abstained" or claims.kind(s.off_by) != kind]
     if reasons:
         kind = "abstained"
-    return Verdict(kind, comparison, guards, reasons, experiment.metric, wish.effect, wish.tolerance)
+    return Verdict(kind, comparison, guards, reasons, (), experiment.metric, wish.effect, wish.tolerance)
 
 
-def judge_unpaired(b: Sequence[float], a: Sequence[float], wish: Wish, metric: Metric, caveats: Sequence[str]) -> Verdict:
-    """Judge two saved results by the logs of their samples, larger for better. `caveats` are reasons to abstain."""
+def judge_unpaired(
+    b: Sequence[float], a: Sequence[float], wish: Wish, metric: Metric, caveats: Sequence[str], notes: Sequence[str] = ()
+) -> Verdict:
+    """Judge two saved results by the logs of their samples, larger for better. `caveats` are reasons to abstain, `notes` are
+    said beside the verdict. The test takes samples for independent, and the rounds of a session share its machine, its process
+    and its warm-up, so that a few of them are no evidence however small the p-value."""
     estimate, pairs = shift(b, a), min(len(a), len(b))
     interval = estimate.interval and (math.exp(estimate.interval[0]), math.exp(estimate.interval[1]))
     comparison = Comparison(math.exp(estimate.value), interval, mann_whitney(b, a), pairs)
     claims = Claims(estimate.interval, shift(b, a, ONE_SIDED).interval, wish.effect, wish.tolerance)
     kind, reasons = claims.kind(), list(caveats)
-    if kind == "abstained":
+    if pairs < MIN_PAIRS:
+        reasons.append(f"{len(a)} and {len(b)} samples are too few, {MIN_PAIRS} of each are the fewest that count")
+    elif kind == "abstained":
         reasons.append(f"{len(a)} and {len(b)} samples are too few to tell a difference of {_percent(wish.effect)}")
     found = "abstained" if reasons else kind
-    return Verdict(found, comparison, (), reasons, metric, wish.effect, wish.tolerance, "samples of each")
+    return Verdict(found, comparison, (), reasons, notes, metric, wish.effect, wish.tolerance, "samples of each")
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,6 +11,9 @@ reads 8, eight rows 52. The n completions of a prompt may read its keys and valu
 else count as free. Where completions differ in length there are at least as many steps as the longest needs, each reads the
 weights once, and a sequence's keys and values are read as long as it goes on.
 
+Where the engine guesses tokens (`engine.speculation`), a step may bring any number of them, and nothing says how many guesses
+could have been right. What is left is that each token's products have to be computed, and the weights read once.
+
 Training: the operations of `models/sizes/flops.py`. The optimizer moves memory, which can overlap with products: it is free.
 """
 
@@ -38,8 +41,10 @@ class Load:
     new_tokens: int
     """Tokens of a completion, on average."""
     max_num_seqs: int
-    lengths_P: np.ndarray | None = None
-    """int64[prompts]: tokens of each prompt's completions, where they differ."""
+    lengths_S: np.ndarray | None = None
+    """int64[sequences]: tokens of each completion, where they differ."""
+    guesses: bool = False
+    """Whether a step may bring a sequence more than one token."""
 
     @property
     def sequences(self) -> int:
@@ -53,7 +58,7 @@ class Load:
     @property
     def lengths(self) -> np.ndarray:
         """int64[sequences]: tokens of each completion."""
-        return np.full(self.sequences, self.new_tokens) if self.lengths_P is None else np.repeat(self.lengths_P, self.n)
+        return np.full(self.sequences, self.new_tokens) if self.lengths_S is None else self.lengths_S
 
     @property
     def tokens(self) -> int:
@@ -90,22 +95,47 @@ class Load:
 
 
 def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
-    """All prompts. The head is needed for the last token of each only, and a token sees half of the prompt on average."""
+    """All prompts."""
+    flops, tokens = _prefill_flops(cost, load), load.prompts * load.prompt_tokens
+    return max(flops / machine.flops, cost.weight_bytes(tokens) / machine.bandwidth)
+
+
+def _prefill_flops(cost: NetworkCost, load: Load) -> float:
+    """The head is needed for the last token of each prompt only, and a token sees half of the prompt on average."""
     p = load.prompt_tokens
-    flops = load.prompts * (cost.product_flops(p, 1) + cost.attention_flops * p * p / 2)
-    return max(flops / machine.flops, cost.weight_bytes(load.prompts * p) / machine.bandwidth)
+    return load.prompts * (cost.product_flops(p, 1) + cost.attention_flops * p * p / 2)
 
 
 def step_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
     """One decode step of as many rows as there are on average, at their mean context."""
     cached = load.rows * (load.prompt_tokens / load.n + load.new_tokens_so_far)
     moved = cost.weight_bytes(load.rows) + cached * cost.kv_bytes_per_token
-    flops = load.rows * (cost.product_flops(1, 1) + cost.attention_flops * load.context)
-    return max(moved / machine.bandwidth, flops / machine.flops)
+    return max(moved / machine.bandwidth, _decode_flops(cost, load, load.rows) / machine.flops)
+
+
+def _decode_flops(cost: NetworkCost, load: Load, tokens: float) -> float:
+    """Of so many tokens at the mean context."""
+    return tokens * (cost.product_flops(1, 1) + cost.attention_flops * load.context)
+
+
+def generation_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
+    """All prompts and all decode steps; with guesses one pass over prompts and answers, as if all had been right."""
+    if load.guesses:
+        flops = _prefill_flops(cost, load) + _decode_flops(cost, load, load.tokens - load.sequences)
+        return max(flops / machine.flops, cost.weight_bytes(load.tokens) / machine.bandwidth)
+    return prefill_seconds(cost, load, machine) + load.steps * step_seconds(cost, load, machine)
 
 
 def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
     """New tokens per second."""
+    if load.guesses:
+        seconds = generation_seconds(cost, load, machine)
+        why = (
+            f"tokens / max(bytes / bandwidth, operations / peak): {load.tokens:,} tokens in {seconds * 1e3:.4g} ms, weights"
+            " read once, however many guesses are right (2 · parameters + attention operations per token of prompts and"
+            f" answers{_in_fewer_bits(cost)}); {machine.how}"
+        )
+        return Bound(load.tokens / seconds, why)
     prefill, step = prefill_seconds(cost, load, machine), step_seconds(cost, load, machine)
     why = (
         f"tokens / (prefill + steps · max(bytes / bandwidth, operations / peak)): {load.tokens:,} tokens,"
@@ -115,7 +145,7 @@ def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
         " read once;"
         f" 2 · parameters + attention operations per token{_in_fewer_bits(cost)}); {machine.how}"
     )
-    return Bound(load.tokens / (prefill + load.steps * step), why)
+    return Bound(load.tokens / generation_seconds(cost, load, machine), why)
 
 
 def _in_fewer_bits(cost: NetworkCost) -> str:
@@ -134,6 +164,8 @@ def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
 
 def inter_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
     """Seconds between two tokens of a sequence, in a step of as many rows as there are on average."""
+    if load.guesses:
+        return Bound(0.0, "none: tokens that were guessed come several at once")
     return Bound(
         step_seconds(cost, load, machine), f"one decode step of {load.rows:.4g} sequences at mean context; {machine.how}"
     )

@@ -7,13 +7,15 @@ its last `WINDOW` runs
 - are within noise of each other: the slowest takes at most `NOISE` times their median. What is compiled takes longer than that.
 
 A machine that others work on may never be that calm, so there is a most number of runs, and of seconds. Which it was is kept.
+
+Where every run takes a side further, as a training step does, sides that are compared warm up together: all take as many runs.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -40,6 +42,17 @@ class WarmUp:
     def as_json(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "settled": self.is_settled}
 
+    def time(self, run: Callable[[int], T]) -> T:
+        """Run once more and keep how long it took; returns what the run gave."""
+        started = time.perf_counter()
+        result = run(len(self.seconds))
+        self.seconds.append(time.perf_counter() - started)
+        return result
+
+    def is_over(self, max_runs: int, max_seconds: float) -> bool:
+        """Whether the runs are steady, or were as many or as long as they may be."""
+        return self.is_settled or len(self.seconds) >= max_runs or sum(self.seconds) >= max_seconds
+
 
 def is_steady(seconds: Sequence[float]) -> bool:
     last = seconds[-WINDOW:]
@@ -53,8 +66,18 @@ def warm_up(run: Callable[[int], T], max_runs: int = MAX_RUNS, max_seconds: floa
     """Run 0, 1, … until the runs are steady, or it takes too long: what the last one gave, and how long each took."""
     found = WarmUp()
     while True:
-        started = time.perf_counter()
-        result = run(len(found.seconds))
-        found.seconds.append(time.perf_counter() - started)
-        if found.is_settled or len(found.seconds) >= max_runs or sum(found.seconds) >= max_seconds:
+        result = found.time(run)
+        if found.is_over(max_runs, max_seconds):
             return result, found
+
+
+def warm_up_together(
+    sides: Mapping[str, Callable[[int], T]], max_runs: int = MAX_RUNS, max_seconds: float = MAX_SECONDS
+) -> tuple[dict[str, T], dict[str, WarmUp]]:
+    """Run the sides in turn until the warm-up of each is over, all of them as often: what the last run of each gave, and how
+    long each took. `max_seconds` are those of one side."""
+    found = {name: WarmUp() for name in sides}
+    while True:
+        last = {name: found[name].time(run) for name, run in sides.items()}
+        if all(each.is_over(max_runs, max_seconds) for each in found.values()):
+            return last, found

@@ -9,15 +9,21 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from rich.console import Console
+from support.fakes import trajectory
 
+from redline.config.sections.engine import EngineConfig
 from redline.errors import CompareError, ConfigError
 from redline.lab.bench.cases import e2e_against
 from redline.lab.bench.settings import E2ESettings, make_settings
+from redline.lab.bench.table import render
+from redline.lab.evidence.document import Document
 from redline.lab.peers.trl_process import reward_letters, reward_sums
 from redline.lab.peers.trl_side import TrlSide
+from redline.types import TrajectoryGroup
 
 SMALL = ["model=builtin:tiny", "device=cpu", "num_threads=1", "groups_per_step=2", "group_size=2", "max_new_tokens=4"]
 STAND_IN = """#!{python}
@@ -67,8 +73,54 @@ def test_steps_are_compared_whole_and_in_their_two_parts(tmp_path: Path) -> None
     for sample in results["a step"].samples:
         ours = sample["redline"]
         assert 0 < ours["rollouts_s"] < ours["step_s"]
-        assert ours["sampling_flops"] > 0
+        assert 0 < ours["least_rollouts_s"] < ours["rollouts_s"]
+        assert 0 <= ours["least_trainer_s"] < ours["step_s"] - ours["rollouts_s"]
     assert all(json.dumps(result.as_json(), allow_nan=False) for result in results.values())
+
+
+def test_every_figure_of_a_step_is_at_the_same_fraction_of_its_rounds_bounds(tmp_path: Path) -> None:
+    """Answers of other lengths have another bound, and medians of different things are of different rounds."""
+    results = {r.name: r for r in e2e_against.measure(settings(tmp_path), Console(file=io.StringIO())).results}
+    step = results["a step"]
+    runs = [sample["redline"] for sample in step.samples]
+    least = [run["least_rollouts_s"] + run["least_trainer_s"] for run in runs]
+    assert list(step.fractions) == pytest.approx([bound / run["step_s"] for bound, run in zip(least, runs, strict=True)])
+    for name in ("samples", "a million samples", "a step, per token of an attempt"):
+        assert results[name].fraction_of_bound == pytest.approx(step.fraction_of_bound)
+    assert step.as_json()["fractions_of_bound"] == list(step.fractions)
+
+
+def test_the_bound_counts_the_prompts_the_steps_of_the_longest_answer_and_each_answers_tokens() -> None:
+    groups = [
+        TrajectoryGroup(
+            f"letters/{index}", [trajectory([5, 6, 7], [9] * length) for length in lengths], np.zeros(2, np.float32)
+        )
+        for index, lengths in enumerate(((2, 9), (4, 5)))
+    ]
+    load = e2e_against.load_of(groups, EngineConfig(max_num_seqs=8))
+    assert (load.prompts, load.prompt_tokens, load.n) == (2, 3, 2)
+    assert (load.tokens, load.steps) == (20, 8)
+    assert load.rows == pytest.approx(16 / 8)
+    assert not load.guesses
+    assert e2e_against.load_of(groups, EngineConfig(speculation="auto")).guesses
+
+
+def test_both_sides_take_as_many_steps_before_the_first_pair(tmp_path: Path) -> None:
+    """The peer is known to be warm at its third step at the earliest; the other side may be before or after it."""
+    console = Console(file=io.StringIO(), width=300)
+    measured = e2e_against.measure(settings(tmp_path, "warmup_s=60", "pairs=2"), console)
+    ours, theirs = (measured.warm_ups[name] for name in ("redline", "trl"))
+    assert len(ours.seconds) == len(theirs.seconds) >= 3
+
+
+def test_a_side_that_had_not_settled_is_named_beside_every_ratio(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=300)
+    made = settings(tmp_path, "pairs=2")
+    document = Document.of("e2e", "cpu", e2e_against.measure(made, console))
+    assert "trl has not settled after 1 steps" in console.file.getvalue()
+    assert all(result["peer"]["not_settled"] == ["redline", "trl"] for result in document.as_json()["results"])
+    console.print(render(document))
+    assert console.file.getvalue().count("not settled: redline, trl") == len(document.results)
 
 
 def test_all_cores_work_for_both_and_nobody_is_ahead(tmp_path: Path) -> None:

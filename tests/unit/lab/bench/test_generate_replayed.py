@@ -72,6 +72,8 @@ def test_recorded_texts_are_drawn_with_guesses_and_without(tmp_path: Path) -> No
     assert repeated.peer.name == "speculation off"
     assert repeated.samples[0]["auto"].keys() >= {"tokens_per_s", "drafted_tokens", "accepted_tokens"}
     assert repeated.samples[0]["off"]["drafted_tokens"] == 0
+    assert "however many guesses are right" in repeated.bound.why
+    assert repeated.bound.value > random.bound.value, "of random tokens a step brings one"
     assert "120 tokens as given" in console.file.getvalue()
 
 

@@ -14,6 +14,7 @@ from redline.lab.compare.command import Report, Request, compare
 from redline.lab.compare.saved import read_saved
 from redline.lab.compare.sides import OWN_SOURCE, What, jobs, worktree
 from redline.lab.evidence.experiment import Wish
+from redline.lab.evidence.verdict import Verdict
 
 TREE = str(OWN_SOURCE.parent)
 RECIPE = OWN_SOURCE.parent / "recipes" / "smoke.yaml"
@@ -114,9 +115,12 @@ def test_a_revision_that_is_not_there_is_named(repository: Path) -> None:
 # ── saved results ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def saved(path: Path, samples: Sequence[Any], *, unit: str = "s", device: str = "cpu", config: Any = None) -> str:
+def saved(
+    path: Path, samples: Sequence[Any], *, unit: str = "s", device: str = "cpu", config: Any = None, **identity: Any
+) -> str:
     result = {"name": "step", "value": 1.0, "unit": unit, "samples": list(samples)}
-    path.write_text(json.dumps({"case": "x", "identity": {"device": device, "config": config}, "results": [result]}))
+    said = {"device": device, "config": config, **identity}
+    path.write_text(json.dumps({"case": "x", "identity": said, "results": [result]}))
     return str(path)
 
 
@@ -143,6 +147,65 @@ def test_other_devices_or_settings_are_no_comparison(tmp_path: Path) -> None:
     verdict = report(a, b).verdict
     assert verdict.exit_code == 2
     assert verdict.reasons == ["A was measured on cpu, B on NVIDIA H200", "not the same settings: tokens"]
+
+
+def test_seven_samples_of_a_session_are_too_few(tmp_path: Path) -> None:
+    """Their ranks could not be further apart, yet the rounds of a session are not independent."""
+
+    def compared(num_a: int, num_b: int) -> Verdict:
+        faster = [value / 1.5 for value in NEAR]
+        return report(saved(tmp_path / "a.json", NEAR[:num_a]), saved(tmp_path / "b.json", faster[:num_b])).verdict
+
+    assert compared(8, 8).kind == "faster"
+    few = compared(10, 7)
+    assert (few.kind, few.exit_code) == ("abstained", 2)
+    assert few.reasons == ["10 and 7 samples are too few, 8 of each are the fewest that count"]
+
+
+XEON = {"model": "Xeon", "cores": 16, "usable_cores": 2, "flags": ["amx_bf16"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("model", "Neoverse-N1", "not the same CPU: A Xeon, B Neoverse-N1"),
+        ("usable_cores", 64, "not the same usable cores: A 2, B 64"),
+        ("flags", [], "not the same flags of the CPU: A amx_bf16, B none"),
+        ("flags", None, "not the same flags of the CPU: A amx_bf16, B unknown"),
+    ],
+)
+def test_another_cpu_is_another_device(tmp_path: Path, key: str, value: Any, reason: str) -> None:
+    a = saved(tmp_path / "a.json", NEAR, cpu=XEON)
+    b = saved(tmp_path / "b.json", [value * 2.6 for value in NEAR], cpu=XEON | {key: value})
+    verdict = report(a, b).verdict
+    assert (verdict.exit_code, verdict.reasons) == (2, [reason])
+
+
+def test_cores_of_the_machine_that_were_not_used_do_not_count(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.json", NEAR, cpu=XEON)
+    b = saved(tmp_path / "b.json", [value * 1.3 for value in NEAR], cpu=XEON | {"cores": 2})
+    assert report(a, b).verdict.kind == "slower"
+
+
+def test_another_driver_of_a_gpu_is_no_comparison_and_another_host_is_said(tmp_path: Path) -> None:
+    def on(name: str, driver: str, cpu: dict[str, Any]) -> str:
+        gpus = [{"name": "NVIDIA T4", "driver": "1"}, {"name": "NVIDIA H200", "driver": driver}]
+        return saved(tmp_path / name, NEAR, device="NVIDIA H200", gpus=gpus, cpu=cpu)
+
+    a = on("a.json", "580", XEON)
+    assert report(a, on("b.json", "590", XEON)).verdict.reasons == ["not the same driver: A 580, B 590"]
+    other_host = report(a, on("c.json", "580", XEON | {"usable_cores": 12})).verdict
+    assert other_host.kind == "no different"
+    assert other_host.sentence.endswith("; around them A and B had usable cores 2 and 12")
+
+
+def test_other_versions_are_said_beside_the_verdict(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.json", NEAR, packages={"torch": "2.11.0", "numpy": "2.4.6"})
+    b = saved(tmp_path / "b.json", [value / 1.3 for value in NEAR], packages={"torch": "2.13.0", "numpy": "2.4.6"})
+    found = report(a, b)
+    assert found.verdict.kind == "faster"
+    assert found.verdict.sentence.endswith("10 samples of each; around them A and B had torch 2.11.0 and 2.13.0")
+    assert found.as_json()["notes"] == ["around them A and B had torch 2.11.0 and 2.13.0"]
 
 
 def test_two_sides_of_one_file_are_pairs(tmp_path: Path) -> None:
@@ -184,6 +247,14 @@ def test_a_document_says_which_way_its_figure_is_better(tmp_path: Path, unit: st
     a = document(tmp_path / "a.json", result("x", NEAR, 1.0015, unit, larger=larger))
     b = document(tmp_path / "b.json", result("x", worse, 1.0015, unit, larger=larger))
     assert (report(a, b).verdict.kind, report(b, a).verdict.kind) == ("slower", "faster")
+
+
+@pytest.mark.parametrize(("value", "bound", "fraction", "larger"), [(4.0, 2.0, 0.53, False), (2.0, 4.0, 0.47, True)])
+def test_a_fraction_that_is_the_median_of_rounds_says_so_too(
+    tmp_path: Path, value: float, bound: float, fraction: float, larger: bool
+) -> None:
+    figure = result("x", NEAR, value, "%", larger=larger) | {"bound": {"value": bound}, "fraction_of_bound": fraction}
+    assert read_saved(document(tmp_path / "a.json", figure), "x").larger_is_better == larger
 
 
 def test_counts_of_the_gate_are_better_when_smaller(tmp_path: Path) -> None:
@@ -229,6 +300,33 @@ def test_a_rate_in_other_units_is_no_time(tmp_path: Path) -> None:
     read = read_saved(document(tmp_path / "a.json", result("copy", samples, 1.0015, "GB/s", larger=True)), None)
     assert read.samples == [1e9 * value for value in NEAR]
     assert read.larger_is_better
+
+
+def test_a_number_for_each_side_is_compared_by_the_side_that_is_named(tmp_path: Path) -> None:
+    samples = [{"redline": 60 * value, "transformers": 30.0} for value in NEAR]
+    figure = result("MFU", samples, 60 * 1.0015, "%", larger=True) | {"peer": {"name": "transformers"}}
+    path = document(tmp_path / "a.json", figure)
+    Path(path).write_text(
+        Path(path).read_text().replace('"device"', '"warm_up": {"redline": {}, "transformers": {}}, "device"')
+    )
+    assert read_saved(path, None).samples == [60 * value for value in NEAR]
+    verdict = report(f"{path}#transformers", f"{path}#redline", "MFU").verdict
+    assert (verdict.kind, round(verdict.comparison.ratio)) == ("faster", 2)
+    assert report(f"{path}#redline", f"{path}#transformers").verdict.exit_code == 1
+    with pytest.raises(CompareError, match="have no side vllm") as refused:
+        read_saved(f"{path}#vllm", "MFU")
+    assert refused.value.hint == "name one of redline, transformers"
+
+
+def test_a_figure_whose_samples_are_its_parts_is_their_sum(tmp_path: Path) -> None:
+    samples = [{"redline": {"data": 0.1, "forward": value}, "peer": {"data": 0.2, "forward": 2 * value}} for value in NEAR]
+    figure = result("step", samples, 1.1015, "s", larger=False) | {"parts": {"data": 0.1, "forward": 1.0015}}
+    path = document(tmp_path / "a.json", figure)
+    assert read_saved(path, None).samples == pytest.approx([0.1 + value for value in NEAR])
+    assert read_saved(f"{path}#peer", "step:forward").samples == [2 * value for value in NEAR]
+    verdict = report(f"{path}#peer", f"{path}#redline").verdict
+    assert verdict.kind == "faster"
+    assert verdict.comparison.ratio == pytest.approx(2)
 
 
 def test_parts_of_a_figure_are_not_taken_for_it(tmp_path: Path) -> None:

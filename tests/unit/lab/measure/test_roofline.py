@@ -14,6 +14,7 @@ from redline.lab.measure.roofline import (
     Load,
     NetworkCost,
     first_token_bound,
+    generation_seconds,
     inter_token_bound,
     kv_bound,
     memory_bound,
@@ -99,7 +100,7 @@ def test_who_does_not_fit_the_batch_waits_for_another_one() -> None:
 
 def test_a_long_tail_takes_a_step_for_each_token_of_its_longest_and_reads_each_row_as_long_as_it_goes_on() -> None:
     cost = cost_of("qwen2.5-0.5b")
-    load = Load(prompts=3, prompt_tokens=100, n=1, new_tokens=4, max_num_seqs=8, lengths_P=np.array([1, 3, 8]))
+    load = Load(prompts=3, prompt_tokens=100, n=1, new_tokens=4, max_num_seqs=8, lengths_S=np.array([1, 3, 8]))
     read = 7 * cost.weight_bytes(2) + (2 * 100 + 1 + 2 + 7 * 100 + sum(range(1, 8))) * cost.kv_bytes_per_token
     assert 7 * step_seconds(cost, load, H200) == pytest.approx(read / H200.bandwidth)
     assert throughput_bound(cost, load, H200).value == pytest.approx(
@@ -109,14 +110,29 @@ def test_a_long_tail_takes_a_step_for_each_token_of_its_longest_and_reads_each_r
 
 
 def test_a_long_tail_in_few_rows_takes_at_least_what_keeps_all_of_them_busy() -> None:
-    load = Load(prompts=4, prompt_tokens=100, n=1, new_tokens=5, max_num_seqs=2, lengths_P=np.array([5, 5, 5, 6]))
+    load = Load(prompts=4, prompt_tokens=100, n=1, new_tokens=5, max_num_seqs=2, lengths_S=np.array([5, 5, 5, 6]))
     assert (load.steps, load.rows) == (8.5, 2)
+
+
+def test_no_number_of_right_guesses_beats_the_products_of_every_token() -> None:
+    """8 rows of 0.5B wait for its weights in every step. Guesses that are all right need the weights once."""
+    cost = cost_of("qwen2.5-0.5b")
+    load = Load(prompts=8, prompt_tokens=32, n=1, new_tokens=64, max_num_seqs=8)
+    guessing = replace(load, guesses=True)
+    assert generation_seconds(cost, load, H200) > 63 * cost.weight_bytes(8) / H200.bandwidth
+    tokens, context = 8 * 63, load.context
+    flops = 8 * (cost.product_flops(32, 1) + cost.attention_flops * 32 * 32 / 2)
+    flops += tokens * (cost.product_flops(1, 1) + cost.attention_flops * context)
+    least = max(flops / H200.flops, cost.weight_bytes(512) / H200.bandwidth)
+    assert generation_seconds(cost, guessing, H200) == pytest.approx(least)
+    assert throughput_bound(cost, guessing, H200).value == pytest.approx(512 / least)
+    assert inter_token_bound(cost, guessing, H200).value == 0
 
 
 def test_equal_lengths_cost_the_same_however_they_are_said() -> None:
     cost = cost_of("qwen2.5-0.5b")
     load = Load(prompts=512, prompt_tokens=128, n=2, new_tokens=512, max_num_seqs=300)
-    said = replace(load, lengths_P=np.full(512, 512))
+    said = replace(load, lengths_S=np.full(1024, 512))
     assert throughput_bound(cost, said, H200) == throughput_bound(cost, load, H200)
     assert kv_bound(cost, said) == kv_bound(cost, load)
 

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from redline.lab.measure import warmup
-from redline.lab.measure.warmup import is_steady, warm_up
+from redline.lab.measure.warmup import is_steady, warm_up, warm_up_together
 
 
 def test_few_runs_say_nothing() -> None:
@@ -27,15 +28,20 @@ def test_a_compilation_is_not_noise() -> None:
 
 def taking(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], int]:
     """Run i takes `seconds[i]` on the clock and gives i."""
+    return all_taking({"run": seconds}, monkeypatch)["run"]
+
+
+def all_taking(sides: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[int], int]]:
+    """The same of several sides, by one clock."""
     now = 0.0
     monkeypatch.setattr(warmup.time, "perf_counter", lambda: now)
 
-    def run(number: int) -> int:
+    def run(name: str, number: int) -> int:
         nonlocal now
-        now += seconds[number]
+        now += sides[name][number]
         return number
 
-    return run
+    return {name: partial(run, name) for name in sides}
 
 
 def test_it_ends_with_the_first_steady_runs_and_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +59,20 @@ def test_what_never_settles_ends_at_the_cap_and_says_so(monkeypatch: pytest.Monk
 def test_seconds_are_capped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     _, found = warm_up(taking([40.0, 30.0, 20.0], monkeypatch), max_seconds=60)
     assert len(found.seconds) == 2
+
+
+def test_sides_that_warm_up_together_take_as_many_runs_as_the_slowest_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = all_taking({"early": [1.0] * 6, "late": [9.0, 3.0, 1.0, 1.1, 1.0, 1.0]}, monkeypatch)
+    last, found = warm_up_together(sides, max_seconds=100)
+    assert last == {"early": 4, "late": 4}
+    assert [len(each.seconds) for each in found.values()] == [5, 5]
+    assert all(each.is_settled for each in found.values())
+
+
+def test_a_side_whose_seconds_are_up_goes_on_while_another_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = all_taking({"quick": [9.0, 3.0, 1.0, 1.1, 1.0], "slow": [40.0] * 5}, monkeypatch)
+    _, found = warm_up_together(sides, max_seconds=60)
+    assert [len(each.seconds) for each in found.values()] == [5, 5]
 
 
 def test_noise_alone_seldom_holds_it_up() -> None:

@@ -66,7 +66,9 @@ class Workload:
 
     def load(self, max_num_seqs: int) -> roofline.Load:
         s = self._settings
-        return roofline.Load(s.prompts, float(np.mean(self.prompt_lengths)), s.n, s.new_tokens, max_num_seqs, self.lengths_P)
+        lengths_S = np.repeat(self.lengths_P, s.n)
+        prompt_tokens, guesses = float(np.mean(self.prompt_lengths)), s.engine.speculation != "off"
+        return roofline.Load(s.prompts, prompt_tokens, s.n, s.new_tokens, max_num_seqs, lengths_S, guesses)
 
 
 def completion_lengths(settings: GenerateSettings) -> np.ndarray:

@@ -232,6 +232,7 @@ def _results(runs: Sequence[RolloutRun], config: Config, cost: NetworkCost, mach
         n=config.rollouts.group_size,
         new_tokens=max(1, round(tokens)),
         max_num_seqs=config.engine.max_num_seqs,
+        guesses=config.engine.speculation != "off",
     )
     fastest = roofline.throughput_bound(cost, load, machine)
     first, between = (bound(cost, load, machine) for bound in (roofline.first_token_bound, roofline.inter_token_bound))
