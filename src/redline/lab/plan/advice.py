@@ -135,7 +135,7 @@ def _options(setup: Setup, rates: Rates, memory: MemoryEstimate) -> Iterator[_Op
         yield _trainer("optimizer_states", "int8", "rounding of Adam's means, right on average")
     if setup.device.is_gpu and not trainer.offload_optimizer and not setup.divides_weights:
         yield _trainer("offload_optimizer", True, "masters and means cross the bus in every step; host memory")
-    if not trainer.lora.rank and config.rollouts.advantages != "gae":
+    if not trainer.lora.rank and config.rollouts.advantages != "gae" and setup.model.takes_adapter:
         lora = trainer.lora.model_copy(update={"rank": LORA_RANK})
         yield _Option(
             (f"trainer.lora.rank={LORA_RANK}",),

@@ -80,8 +80,13 @@ class Model:
         """Parameters of the layers: products for every token. An embedding that is only looked up has none."""
         return self.parameters - self.head_parameters * (1 if self.tied else 2)
 
+    @property
+    def takes_adapter(self) -> bool:
+        """Whether a LoRA adapter can stand beside its layers: they are ours, and without experts."""
+        return isinstance(self.shape, DecoderSpec) and self.shape.experts is None
+
     def adapter(self, rank: int, targets: tuple[str, ...]) -> int:
-        """Parameters of a LoRA adapter."""
+        """Parameters of a LoRA adapter. Raises `ModelError` where the model takes none."""
         if not isinstance(self.shape, DecoderSpec):
             raise ModelError(f"trainer.lora: model family {self.shape.family!r} takes no adapter", "set trainer.lora.rank=0")
         refuse_experts(self.shape, "trainer.lora", "set trainer.lora.rank=0")

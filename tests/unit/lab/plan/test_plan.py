@@ -20,7 +20,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     DebertaV2Config,
     Gemma3Config,
+    Gemma3TextConfig,
     MambaConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
     T5Config,
@@ -312,6 +314,27 @@ def test_a_model_that_also_sees_images_is_planned_by_its_text(tmp_path: Path) ->
     assert model.parameters == sum(parameter.numel() for parameter in network.parameters())
     assert (model.shape.num_layers, model.shape.num_heads, model.shape.head_dim) == (2, 6, 16)
     assert check_folder(tmp_path, with_weights=False) == model.shape.max_positions == SHAPE["max_position_embeddings"]
+
+
+MIXTRAL = MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2)
+GEMMA = Gemma3TextConfig(**{**SHAPE, "num_hidden_layers": 6}, head_dim=16, sliding_window=64)
+WITHOUT_ADAPTER = {"qwen3_moe": CONFIGS["qwen3_moe"], "mixtral": MIXTRAL, "gemma3": GEMMA}
+
+
+@pytest.mark.parametrize("family", WITHOUT_ADAPTER)
+def test_a_model_that_takes_no_adapter_is_planned_and_is_not_told_to_take_one(tmp_path: Path, family: str) -> None:
+    WITHOUT_ADAPTER[family].save_pretrained(tmp_path)
+    sizes = {"rollouts": {"max_new_tokens": 64}}
+    for fitting in (True, False):
+        device = replace(DEVICES["h100"], memory_bytes=DEVICES["h100"].memory_bytes if fitting else GB)
+        setup = make_setup(recipe(str(tmp_path), **sizes), device, prompt_tokens=64)
+        plan = plan_setup(setup, rates_of(device))
+        assert plan.fits == fitting
+        assert plan.time.step_s > 0
+        assert plan.cuts
+        assert "lora" not in json.dumps(plan.as_json()["cuts"])
+    with pytest.raises(ModelError, match=r"trainer\.lora"):
+        plan_of(str(tmp_path), "h100", trainer={"lora": {"rank": 8}}, **sizes)
 
 
 @pytest.mark.parametrize(
