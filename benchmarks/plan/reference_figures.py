@@ -157,7 +157,7 @@ def tokens_per_s(model: str, gpu: str, rows: int, tensor_parallel: int = 1) -> s
     setup = make_setup(recipe(model, groups=rows, group=1, rows=rows), find_device(gpu), prompt_tokens=PROMPT)
     setup = replace(setup, gpus=tensor_parallel, tensor_parallel_size=tensor_parallel)
     rates = rates_of(setup.device)
-    return f"{setup.work.new_tokens / generation_cost(setup, rates).seconds(rates.generation):,.0f} tok/s"
+    return f"{setup.work.new_tokens / generation_cost(setup, rows, rates).seconds(rates.generation):,.0f} tok/s"
 
 
 def measured_or(figure: dict[str, Any] | None, text: str, source: str, what: str, theirs: str) -> Figure:

@@ -11,7 +11,7 @@ from redline.lab.bench.table import quantity
 from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup
-from redline.lab.plan.sizes import kv_bytes_needed
+from redline.lab.plan.sizes import kv_bytes_needed, rows_in
 from redline.lab.plan.stages import KEY, layers_of
 from redline.lab.plan.timing import estimate_time
 from redline.models.layer_code import Checkpointing
@@ -253,7 +253,7 @@ def _choose_tensor_parallel(setup: Setup, rates: Rates) -> tuple[Setup, Choice]:
 def choices(setup: Setup, memory: MemoryEstimate) -> list[Choice]:
     """What a run chooses for itself on one device, and what it had better be told."""
     sizes, work = memory.sizes, setup.work
-    rows = min(work.share(max(1, setup.gpus // setup.tensor_parallel_size)).sequences, _rows_in(setup, sizes.kv_tokens))
+    rows = min(work.share(setup.engines).sequences, rows_in(setup, sizes.kv_tokens, work.max_new_tokens))
     needed = kv_bytes_needed(setup.changed(engine={"max_num_seqs": rows}))
     found = [
         Choice(
@@ -280,16 +280,9 @@ def _reason(memory: MemoryEstimate, key: str) -> str:
     return memory.sizes.reasons[key]
 
 
-def _rows_in(setup: Setup, kv_tokens: int) -> int:
-    """Attempts whose keys and values the cache holds at their end; a group's prompt once."""
-    each = setup.work.max_new_tokens + setup.work.prompt_tokens / setup.work.group_size
-    return max(1, int(kv_tokens / each))
-
-
 def _rows_reason(setup: Setup, rows: int) -> str:
-    engines = max(1, setup.gpus // setup.tensor_parallel_size)
-    if rows == setup.work.share(engines).sequences:
-        return f"all {rows} attempts of {'a step' if engines == 1 else 'an engine in a step'} at once"
+    if rows == setup.work.share(setup.engines).sequences:
+        return f"all {rows} attempts of {'a step' if setup.engines == 1 else 'an engine in a step'} at once"
     return "as many attempts as the cache holds at their end"
 
 

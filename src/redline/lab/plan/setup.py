@@ -108,6 +108,11 @@ class Setup:
         return self.gpus // self.stages
 
     @property
+    def engines(self) -> int:
+        """Engines that share a step's attempts: devices / those that divide one."""
+        return max(1, self.gpus // self.tensor_parallel_size)
+
+    @property
     def own_parameters(self) -> int:
         """Parameters of the model that one device computes with: all, or those of the fullest stage. Shards divide them."""
         return parameters_of(self.model, self.stages)

@@ -24,6 +24,7 @@ from redline.lab.plan.memory import MemoryEstimate, trained_share
 from redline.lab.plan.rates import Cost, Efficiency, Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.shapes import Model
+from redline.lab.plan.sizes import decoding_rows
 from redline.lab.plan.stages import time_share
 from redline.models.sizes.memory import FLOAT32, expert_share, idle_parameters, inner_columns
 from redline.models.spec import DecoderSpec
@@ -108,13 +109,12 @@ def decode_cost(cost: NetworkCost, layers: int, vocabulary: int, batch: float, c
     return bound + Cost(memory=others, layers=layers)
 
 
-def generation_cost(setup: Setup, rates: Rates) -> Cost:
-    """All attempts of a step, on the engine that has the most of them."""
+def generation_cost(setup: Setup, rows: int, rates: Rates) -> Cost:
+    """All attempts of a step, on the engine that has the most of them and decodes so many `rows` at once."""
     tp = setup.tensor_parallel_size
-    work = setup.work.share(max(1, setup.gpus // tp))
+    work = setup.work.share(setup.engines)
     engine, shape = setup.config.engine, setup.model.shape
     cost = network_cost(setup.model, setup.dtype).quantized(engine.quantization, setup.dtype)
-    rows = min(work.sequences, engine.max_num_seqs)
     turns = work.sequences / rows
     # Those that end early leave their rows empty: the batch falls from all to none between the mean and the longest.
     batch = rows * work.mean_new_tokens / work.max_new_tokens
@@ -245,7 +245,7 @@ def optimizer_cost(setup: Setup, rates: Rates) -> Cost:
 def estimate_time(setup: Setup, memory: MemoryEstimate, rates: Rates) -> TimeEstimate:
     config, sizes = setup.config, memory.sizes
     tokens = setup.mean_tokens_per_rank
-    phases = [_timed("generation", generation_cost(setup, rates), rates.generation)]
+    phases = [_timed("generation", generation_cost(setup, decoding_rows(setup, sizes), rates), rates.generation)]
     epochs, updates = config.trainer.epochs, config.trainer.updates_per_step
     passes = int(config.needs_reference) + int(config.needs_anchor) + int(config.needs_critic)
     if passes:

@@ -44,7 +44,7 @@ from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.plan import Hardware, Plan, make_plan, plan_setup
 from redline.lab.plan.setup import Setup, divided, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
-from redline.lab.plan.sizes import balanced, choose_sizes
+from redline.lab.plan.sizes import balanced, choose_sizes, decoding_rows, kv_bytes_needed, rows_in
 from redline.lab.plan.stages import parameters_of, time_share
 from redline.lab.plan.table import render
 from redline.lab.plan.timing import training_cost
@@ -554,6 +554,42 @@ def test_a_cache_that_nobody_fills_is_said() -> None:
     told = plan_of(HALF, "h200", engine={"kv_cache_memory_bytes": int(advised.value), "max_num_seqs": 128})
     assert told.memory.sizes.kv_tokens >= 128 * 256
     assert not any(choice.key == "engine.kv_cache_memory_bytes" for choice in told.choices)
+
+
+def generation_s(**sections: dict[str, Any]) -> float:
+    return plan_of(SEVEN, "h200", **sections).time.seconds_of("generation")
+
+
+def test_a_cache_that_holds_fewer_attempts_makes_a_step_longer_and_dearer() -> None:
+    plans = [
+        make_plan(
+            recipe(SEVEN, trainer={"offload_optimizer": True}, engine={"kv_cache_memory_bytes": size}), Hardware("h200")
+        )
+        for size in (3 * GB, GB, GB // 3)
+    ]
+    seconds = [plan.time.seconds_of("generation") for plan in plans]
+    prices = [plan.dollars_per_million for plan in plans]
+    assert seconds == sorted(set(seconds))
+    assert prices == sorted(set(prices))
+
+
+def test_the_rows_that_a_plan_chooses_take_the_time_that_it_says() -> None:
+    cache = {"kv_cache_memory_bytes": GB}
+    plan = plan_of(SEVEN, "h200", engine=cache)
+    rows = int(choice(plan, "engine.max_num_seqs").value)
+    assert rows < plan.setup.work.sequences
+    assert "as many attempts as the cache holds" in choice(plan, "engine.max_num_seqs").why
+    assert generation_s(engine=cache | {"max_num_seqs": rows}) == plan.time.seconds_of("generation")
+    assert generation_s(engine=cache | {"max_num_seqs": rows // 2}) > plan.time.seconds_of("generation")
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 128])
+def test_a_cache_of_what_some_rows_need_holds_them_and_no_more(rows: int) -> None:
+    setup = setup_of(HALF).changed(engine={"max_num_seqs": rows})
+    sizes = choose_sizes(setup.changed(engine={"kv_cache_memory_bytes": kv_bytes_needed(setup)}))
+    assert rows_in(setup, sizes.kv_tokens, setup.work.max_new_tokens) == rows
+    assert decoding_rows(setup, sizes) == rows
+    assert rows_in(setup, sizes.kv_tokens - 64, setup.work.max_new_tokens) == max(1, rows - 1)
 
 
 def test_the_micro_batch_is_the_one_the_trainer_would_find() -> None:
