@@ -61,14 +61,17 @@ class Load:
 
     @property
     def steps(self) -> float:
-        """Fewest decode steps: all rows busy to the end, or as many as the longest completion needs. The first token of a
-        completion comes with its prompt."""
-        return max(float(self.lengths.max()) - 1, (self.tokens - self.sequences) / self.batch)
+        """Fewest decode steps."""
+        return self._decode[0]
 
     @property
     def rows(self) -> float:
         """Sequences of a step, on average."""
-        return (self.tokens - self.sequences) / self.steps if self.steps else 0.0
+        return self._decode[1]
+
+    @property
+    def _decode(self) -> tuple[float, float]:
+        return decode_steps(self.sequences, self.tokens, float(self.lengths.max()), self.batch)
 
     @property
     def new_tokens_so_far(self) -> float:
@@ -87,6 +90,15 @@ class Load:
         lengths = np.sort(self.lengths)[::-1]
         rows = np.minimum(np.arange(1, len(lengths) + 1), self.batch)
         return float((rows * (self.prompt_tokens / self.n + lengths)).max())
+
+
+def decode_steps(sequences: float, tokens: float, longest: float, rows: float) -> tuple[float, float]:
+    """Fewest decode steps of completions with so many tokens in all, and the sequences of a step on average. A row is refilled
+    as soon as its sequence ends: all rows are busy to the end, or there are as many steps as the longest completion needs. The
+    first token of a completion comes with its prompt."""
+    decoded = max(0.0, tokens - sequences)
+    steps = max(longest - 1, decoded / rows)
+    return steps, decoded / steps if steps else 0.0
 
 
 def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:

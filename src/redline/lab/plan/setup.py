@@ -203,9 +203,9 @@ def make_setup(
     if gpus < 1 or (gpus > 1 and not device.is_gpu):
         raise ConfigError(f"--gpus {gpus}: {device.name} is planned as one machine", "leave --gpus out")
     rollouts = config.rollouts
-    if mean_new_tokens is not None and not 0 < mean_new_tokens <= rollouts.max_new_tokens:
+    if mean_new_tokens is not None and not 1 <= mean_new_tokens <= rollouts.max_new_tokens:
         raise ConfigError(
-            f"--new-tokens {mean_new_tokens:g}: rollouts.max_new_tokens = {rollouts.max_new_tokens}", "give at most that many"
+            f"--new-tokens {mean_new_tokens:g}: rollouts.max_new_tokens = {rollouts.max_new_tokens}", "give from 1 to that many"
         )
     _check_quantization(config, device)
     resolved = _resolved_for(config, device)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from redline.lab.measure.roofline import NetworkCost
+from redline.lab.measure.roofline import NetworkCost, decode_steps
 from redline.lab.plan.held import layer, policy_bytes
 from redline.lab.plan.memory import MemoryEstimate, trained_share
 from redline.lab.plan.rates import Cost, Efficiency, Rates
@@ -115,10 +115,7 @@ def generation_cost(setup: Setup, rows: int, rates: Rates) -> Cost:
     work = setup.work.share(setup.engines)
     engine, shape = setup.config.engine, setup.model.shape
     cost = network_cost(setup.model, setup.dtype).quantized(engine.quantization, setup.dtype)
-    turns = work.sequences / rows
-    # Those that end early leave their rows empty: the batch falls from all to none between the mean and the longest.
-    batch = rows * work.mean_new_tokens / work.max_new_tokens
-    steps = turns * work.max_new_tokens
+    steps, batch = decode_steps(work.sequences, work.new_tokens, work.max_new_tokens, rows)
     context = read_context(work.prompt_tokens, work.mean_new_tokens, work.group_size)
     prompts = prompt_cost(cost, shape.num_layers, work.groups, work.prompt_tokens, engine.max_num_batched_tokens, rates)
     step = decode_cost(cost, shape.num_layers, shape.vocab_size, batch, context, rates)

@@ -35,6 +35,7 @@ from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, ModelError
 from redline.lab.material.train_batches import random_batch
+from redline.lab.measure.roofline import Load
 from redline.lab.plan import cpu, gguf_header
 from redline.lab.plan.advice import find_cuts, fits
 from redline.lab.plan.calibration import rates_of
@@ -47,7 +48,7 @@ from redline.lab.plan.shapes import NAMED, describe_model
 from redline.lab.plan.sizes import balanced, choose_sizes, decoding_rows, kv_bytes_needed, rows_in
 from redline.lab.plan.stages import parameters_of, time_share
 from redline.lab.plan.table import render
-from redline.lab.plan.timing import training_cost
+from redline.lab.plan.timing import decode_cost, network_cost, prompt_cost, read_context, training_cost
 from redline.models.files.hf import check_folder, empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
 from redline.models.sizes.flops import NetworkCost
@@ -562,9 +563,7 @@ def generation_s(**sections: dict[str, Any]) -> float:
 
 def test_a_cache_that_holds_fewer_attempts_makes_a_step_longer_and_dearer() -> None:
     plans = [
-        make_plan(
-            recipe(SEVEN, trainer={"offload_optimizer": True}, engine={"kv_cache_memory_bytes": size}), Hardware("h200")
-        )
+        make_plan(recipe(SEVEN, trainer={"offload_optimizer": True}, engine={"kv_cache_memory_bytes": size}), Hardware("h200"))
         for size in (3 * GB, GB, GB // 3)
     ]
     seconds = [plan.time.seconds_of("generation") for plan in plans]
@@ -652,8 +651,9 @@ def test_prompts_that_the_model_cannot_read_are_refused() -> None:
 
 
 def test_impossible_plans_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--new-tokens"):
-        make_setup(recipe(), DEVICES["h100"], mean_new_tokens=1000)
+    for tokens in (1000, 0.5):
+        with pytest.raises(ConfigError, match="--new-tokens"):
+            make_setup(recipe(), DEVICES["h100"], mean_new_tokens=tokens)
     with pytest.raises(ConfigError, match="--gpus"):
         make_setup(recipe(), replace(DEVICES["h100"], kind="cpu"), gpus=2)
 
@@ -662,6 +662,31 @@ def test_shorter_answers_take_less_time_and_no_less_memory() -> None:
     whole, half = (make_plan(recipe(), Hardware("h100"), mean_new_tokens=tokens) for tokens in (256, 128))
     assert half.time.step_s < whole.time.step_s
     assert half.memory.worst.total == whole.memory.worst.total
+
+
+@pytest.mark.parametrize("mean", [1024, 100])
+def test_rows_that_end_early_are_refilled(mean: int) -> None:
+    """4,096 attempts in 256 rows are not 16 turns of the longest: what has to be decoded is a tenth of that."""
+    few, many = ({"engine": {"max_num_seqs": rows}} for rows in (256, 4096))
+    work = {"rollouts": {"groups_per_step": 256, "group_size": 16, "max_new_tokens": 1024}}
+    seconds = []
+    for engine in (few, many):
+        plan = make_plan(recipe(**engine, **work), Hardware("h200"), mean_new_tokens=mean)
+        lengths = np.full(256, mean) if mean == 1024 else np.array([1024] + [96] * 255)  # of each group
+        load = Load(256, 128, 16, mean, plan.setup.config.engine.max_num_seqs, lengths)
+        cost = network_cost(plan.setup.model, plan.setup.dtype)
+        read = read_context(128, mean, 16)
+        step = decode_cost(cost, 24, plan.setup.model.shape.vocab_size, load.rows, read, plan.rates).times(load.steps)
+        prompts = prompt_cost(cost, 24, 256, 128, plan.setup.config.engine.max_num_batched_tokens, plan.rates)
+        expected = (step + prompts).seconds(plan.rates.generation)
+        assert plan.time.seconds_of("generation") == pytest.approx(expected, rel=0.01)
+        seconds.append(expected)
+    assert seconds[0] > seconds[1]
+
+
+def test_a_single_token_of_an_attempt_comes_with_its_prompt() -> None:
+    one, two = (plan_of(HALF, "h200", rollouts={"max_new_tokens": tokens}) for tokens in (1, 2))
+    assert 0 < one.time.seconds_of("generation") < two.time.seconds_of("generation")
 
 
 def test_more_epochs_take_more_passes_and_more_mini_batches_more_updates() -> None:
