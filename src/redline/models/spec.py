@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from redline.errors import ModelError
@@ -20,6 +20,16 @@ NO_LIMIT = 2**31 - 1
 
 
 @dataclass(slots=True, frozen=True)
+class Mixture:
+    """The experts of a network that transformers runs."""
+
+    parameters: int
+    """Of all experts of all layers."""
+    share: float | None
+    """Experts that a token goes to over all of its layer; None where that cannot be told."""
+
+
+@dataclass(slots=True, frozen=True)
 class ModelShape:
     """What engine and trainer must know about a network: enough to size a KV cache and to refuse what does not fit."""
 
@@ -34,6 +44,10 @@ class ModelShape:
     head_dim: int
     max_positions: int
     """Longest sequence the positions were made for, or the sliding window where that is shorter."""
+    mixture: Mixture | None = field(default=None, kw_only=True)
+    """The experts, where transformers runs the layers; None without."""
+    windows: tuple[int, ...] = field(default=(), kw_only=True)
+    """Of each layer that has a window: the tokens that a token sees, itself the last."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -23,8 +23,13 @@ class Bound:
     """What no implementation can beat on this machine."""
 
     value: float
+    """0 where nothing bounds the figure."""
     why: str
     """The formula, with its numbers."""
+
+    def rate_of(self, amount: float) -> float:
+        """The bound of `amount` per second, of a bound in seconds; where there is none, none."""
+        return amount / self.value if self.value else 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,7 +68,7 @@ class Result:
 
     @property
     def fraction_of_bound(self) -> float:
-        """value / bound, or bound / value where less is better: 1 is perfect."""
+        """value / bound, or bound / value where less is better: 1 is perfect, 0 says that there is no bound."""
         if not (self.value and self.bound.value):
             return 0.0
         return self.value / self.bound.value if self.larger_is_better else self.bound.value / self.value

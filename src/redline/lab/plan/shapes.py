@@ -15,6 +15,7 @@ from redline.models.files.hf import check_foreign, load_config
 from redline.models.files.sources import packaged_smollm2
 from redline.models.files.tiny import SMALL, TINY, shape_config
 from redline.models.lora.per_token import refuse_experts
+from redline.models.mixture import mixture_of
 from redline.models.sizes.memory import adapter_parameters, num_parameters
 from redline.models.spec import DecoderSpec, ModelShape, fixed_positions, is_ours, refuse_quantized, spec_from_config
 
@@ -181,6 +182,7 @@ def _foreign(path: str, config: PretrainedConfig) -> Model:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         max_positions=fixed_positions(text),
+        mixture=mixture_of(network),
     )
     tied = network.get_output_embeddings() is None or bool(getattr(config, "tie_word_embeddings", False))
     if tied:

@@ -26,7 +26,7 @@ from redline.lab.plan.setup import Setup
 from redline.lab.plan.shapes import Model
 from redline.lab.plan.sizes import decoding_rows
 from redline.lab.plan.stages import time_share
-from redline.models.sizes.memory import FLOAT32, expert_share, idle_parameters, inner_columns
+from redline.models.sizes.memory import FLOAT32, expert_share, idle_parameters, inner_columns, knows_experts
 from redline.models.spec import DecoderSpec
 
 KEPT_TRAFFIC = 3
@@ -70,6 +70,7 @@ class TimeEstimate:
 
 
 def network_cost(model: Model, dtype: torch.dtype) -> NetworkCost:
+    """What a token costs as our code computes it: attention that has windows reads all keys and values, and hides some."""
     shape = model.shape
     width, idle = shape.num_layers * shape.head_dim, idle_parameters(shape)
     return NetworkCost(
@@ -80,6 +81,7 @@ def network_cost(model: Model, dtype: torch.dtype) -> NetworkCost:
         attention_flops=4 * width * shape.num_heads,
         idle_params=idle,
         expert_share=expert_share(shape),
+        is_known=knows_experts(shape),
     )
 
 

@@ -21,6 +21,7 @@ from transformers import (
     DebertaV2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    JetMoeConfig,
     MambaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -336,6 +337,20 @@ def test_a_model_that_takes_no_adapter_is_planned_and_is_not_told_to_take_one(tm
         assert "lora" not in json.dumps(plan.as_json()["cuts"])
     with pytest.raises(ModelError, match=r"trainer\.lora"):
         plan_of(str(tmp_path), "h100", trainer={"lora": {"rank": 8}}, **sizes)
+
+
+def test_a_plan_counts_the_experts_of_transformers_as_the_network_does(tmp_path: Path) -> None:
+    write_model(tmp_path, MIXTRAL)
+    planned, there = network_cost(describe_model(str(tmp_path)), torch.float32), NetworkCost.of(load_decoder(tmp_path))
+    assert planned == there
+    assert planned.idle_params == 6 / 8 * 2 * 8 * 3 * 48 * 80
+    assert make_plan(recipe(str(tmp_path), rollouts={"max_new_tokens": 64}), Hardware("h100")).left_out == ()
+
+
+def test_a_plan_says_where_it_cannot_tell_a_familys_experts(tmp_path: Path) -> None:
+    JetMoeConfig(**SHAPE, kv_channels=16).save_pretrained(tmp_path)
+    plan = make_plan(recipe(str(tmp_path), rollouts={"max_new_tokens": 64}), Hardware("h100"))
+    assert plan.left_out == ("experts of model family 'jetmoe': planned as if a token went through all of them",)
 
 
 @pytest.mark.parametrize(

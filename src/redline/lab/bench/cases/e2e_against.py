@@ -118,7 +118,7 @@ def measure(settings: E2ESettings, console: Console) -> Measured:
         _with_samples(step, rounds),
         work_result("rollouts", [r.rollouts_s for r in ours], sampling, machine, _peer(rounds, lambda run: run.rollouts_s)),
         work_result("trainer", [r.trainer_s for r in ours], training, machine, _peer(rounds, lambda run: run.trainer_s)),
-        *sample_results("", per_s, Bound(attempts / step.bound.value, step.bound.why), price_of(settings), theirs),
+        *sample_results("", per_s, Bound(step.bound.rate_of(attempts), step.bound.why), price_of(settings), theirs),
         _per_token(rounds, step),
     ]
     return Measured(settings, results, {PEER: version}, warm_ups)
