@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from redline.errors import ModelError
+from redline.errors import ConfigError, ModelError
 from redline.models.layers.rope import STATIC_KINDS
 
 if TYPE_CHECKING:
@@ -103,6 +103,15 @@ def is_ours(config: PretrainedConfig) -> bool:
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
     return (config.rope_parameters or {}).get("rope_type", "default") in ("default", *STATIC_KINDS)
+
+
+def refuse_undivided(family: object, setting: str) -> None:
+    """Raise `ConfigError` for a family whose layers transformers runs: nothing divides these."""
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"{setting}: model family {family!r} is run by transformers, and its layers are not divided",
+            f"leave {setting.partition(' ')[0]} out",
+        )
 
 
 def refuse_quantized(config: PretrainedConfig) -> None:

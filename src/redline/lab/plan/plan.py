@@ -173,6 +173,8 @@ def _left_out(setup: Setup) -> Iterator[str]:
         yield f"engine.tensor_parallel_size = {size}: {planned}"
     if config.trainer.sequence_parallel_size > 1:
         yield f"trainer.sequence_parallel_size = {config.trainer.sequence_parallel_size}: planned with whole sequences"
+    if config.needs_critic and setup.gpus > 1:
+        yield "rollouts.advantages = gae: a run trains the critic in one process; planned with one on each device"
     if placement.trainers not in (1, setup.gpus):
         yield f"placement.trainers = {placement.trainers}: planned as --gpus {setup.gpus}"
     if config.rollouts.environment.name:

@@ -59,6 +59,7 @@ from redline.trainer.batches.cost import CostModel
 from redline.trainer.batches.micro_batches import plan_micro_batches
 from redline.trainer.loss import logprobs
 from redline.trainer.loss.logprobs import selected_logprobs
+from redline.trainer.parallel.place import Division, refuse_offloads
 
 GB = 10**9
 SEVEN, HALF = "random:qwen2.5-7b", "random:qwen2.5-0.5b"
@@ -541,6 +542,49 @@ def test_small_models_are_not_divided_and_large_ones_are() -> None:
     assert "none" in choice(large, "sharding").why
     assert small.fits
     assert large.fits
+
+
+@pytest.mark.parametrize("key", ["offload_optimizer", "reference_offload"])
+def test_what_is_in_host_memory_is_planned_without_sharding_as_a_run_takes_it(key: str) -> None:
+    trainer = {key: True, "kl_coef": 0.1}
+    plan = make_plan(recipe(SEVEN, trainer=trainer), H100X4)
+    assert choice(plan, "sharding").value == "none"
+    assert f"trainer.{key}: with trainer.sharding" in choice(plan, "sharding").why
+    refuse_offloads(plan.setup.config.trainer, Division(plan.setup.sharding))
+    for asked in ({"sharding": "grad_op"}, {"sharding": "full"}):
+        with pytest.raises(ConfigError, match=rf"trainer\.{key}: with trainer\.sharding"):
+            make_plan(recipe(SEVEN, trainer=trainer), Hardware("h100", 4, **asked))
+        with pytest.raises(ConfigError, match=rf"trainer\.{key}: with trainer\.sharding"):
+            make_plan(recipe(SEVEN, trainer=trainer | asked), H100X4)
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}: with trainer\.pipeline_parallel_size"):
+        make_plan(recipe(SEVEN, trainer=trainer | {"pipeline_parallel_size": 4}), H100X4)
+
+
+def test_cuts_of_several_devices_are_those_that_a_run_takes() -> None:
+    plan = make_plan(recipe(SEVEN, trainer={"kl_coef": 0.1}), H100X4)
+    assert choice(plan, "sharding").value != "none"
+    assert "offload" not in json.dumps([cut.as_json()["settings"] for cut in plan.cuts])
+
+
+def test_layers_of_transformers_are_planned_undivided(tmp_path: Path) -> None:
+    MIXTRAL.save_pretrained(tmp_path)
+    short = recipe(str(tmp_path), rollouts={"max_new_tokens": 64})
+    plan = make_plan(short, H100X4)
+    assert (choice(plan, "sharding").value, choice(plan, "tensor parallel").value) == ("none", "1")
+    for asked in ({"sharding": "full"}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match="'mixtral' is run by transformers, and its layers are not divided"):
+            make_plan(short, Hardware("h100", 4, **asked))
+
+
+def test_heads_that_devices_cannot_divide_are_refused_as_by_a_run() -> None:
+    assert choice(make_plan(recipe(HALF), H100X4), "tensor parallel").value in ("1", "2"), "two key and value heads"
+    with pytest.raises(ModelError, match="attention heads cannot be divided among 4 ranks"):
+        make_plan(recipe(HALF), Hardware("h100", 4, tensor_parallel_size=4))
+
+
+def test_a_critic_of_several_processes_is_said_to_be_none_of_a_run() -> None:
+    plan = make_plan(recipe(HALF, rollouts={"advantages": "gae"}), H100X4)
+    assert any(sentence.startswith("rollouts.advantages = gae") for sentence in plan.left_out)
 
 
 def test_a_division_that_was_asked_for_is_not_chosen() -> None:
