@@ -225,11 +225,16 @@ def pass_cost(setup: Setup, tokens: float, micro_batches: float, rates: Rates) -
 
 
 def optimizer_cost(setup: Setup, rates: Rates) -> Cost:
-    """The gradient is read twice, for its norm and for the update; masters and moments are read and written."""
+    """The gradient is read twice, for its norm and for the update; masters and moments are read and written, and weights are
+    written. Weights that are their own masters are read as well. A CPU's update, which is torch's, also writes the clipped
+    gradient, and reads the masters once more to copy them to the weights."""
     own, trainer = policy_bytes(setup.changed(trainer={"offload_optimizer": False})), setup.config.trainer
     part = setup.own_trained / setup.shards
     state = own.masters + own.moments
-    moved = 2 * own.gradients + 2 * state + setup.dtype.itemsize * part
+    weights = setup.dtype.itemsize * part
+    moved = 2 * own.gradients + 2 * state + weights + (0 if own.masters else weights)
+    if not setup.device.is_gpu:
+        moved += own.gradients + own.masters
     if trainer.optimizer_states == "int8" and not setup.device.is_gpu:  # there one kernel does it
         moved += QUANTIZED_PASSES * 2 * FLOAT32 * part
     memory = moved / rates.bandwidth
