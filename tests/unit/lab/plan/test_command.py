@@ -136,6 +136,12 @@ def test_the_page_names_the_bytes_of_logits_that_the_trainer_keeps() -> None:
     assert f"a chunk of at most {chunk['cuda'] // 1024} GiB ({chunk['cpu']} MiB in float32)" in page
 
 
+@pytest.mark.slow
+def test_the_page_of_reference_figures_is_what_results_and_planner_give() -> None:
+    figures = script("reference_figures")
+    assert figures.page() == figures.PAGE.read_text(), "run benchmarks/plan/reference_figures.py, and say why it moved"
+
+
 def test_every_reference_figure_is_marked() -> None:
     figures = script("reference_figures")
     found = dict(figures.sections())
