@@ -26,7 +26,7 @@ from redline.lab.plan.devices import find_device
 from redline.lab.plan.memory import estimate_memory
 from redline.lab.plan.plan import Hardware, Plan, make_plan
 from redline.lab.plan.setup import make_setup
-from redline.lab.plan.sizes import choose_sizes
+from redline.lab.plan.sizes import choose_sizes, decoding_rows
 from redline.lab.plan.timing import estimate_time, generation_cost
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def tokens_per_s(model: str, gpu: str, rows: int, tensor_parallel: int = 1) -> s
     setup = make_setup(recipe(model, groups=rows, group=1, rows=rows), find_device(gpu), prompt_tokens=PROMPT)
     setup = replace(setup, gpus=tensor_parallel, tensor_parallel_size=tensor_parallel)
     rates = rates_of(setup.device)
-    return f"{setup.work.new_tokens / generation_cost(setup, rates).seconds(rates.generation):,.0f} tok/s"
+    return f"{setup.work.new_tokens / generation_cost(setup, rows, rates).seconds(rates.generation):,.0f} tok/s"
 
 
 def measured_or(figure: dict[str, Any] | None, text: str, source: str, what: str, theirs: str) -> Figure:
@@ -353,17 +353,19 @@ def speedups() -> Iterator[Figure]:
     yield _change("LoRA (rank 32)", "80-90% less memory", {}, {"trainer": {"lora": {"rank": 32}}})
 
 
+SMALL_STATE = {"optimizer_states": "int8", "gradient_checkpointing": "full"}
+"""Of models whose state is divided: what is divided stays on the devices."""
 REFERENCE_RUNS = (
     ("Qwen2.5-0.5B, GRPO", "10,000", "qwen2.5-0.5b", {}),
     ("Qwen2.5-7B, GRPO", "1,500", "qwen2.5-7b", {}),
-    ("Qwen2.5-32B, DAPO", "400", "qwen2.5-32b", {"trainer": {"offload_optimizer": True, "gradient_checkpointing": "full"}}),
+    ("Qwen2.5-32B, DAPO", "400", "qwen2.5-32b", {"trainer": SMALL_STATE}),
     (
         "Llama-3-8B, PPO",
         "1,200",
         "llama-3-8b",
         {"rollouts": {"advantages": "gae"}, "trainer": {"gradient_checkpointing": "full"}},
     ),
-    ("Llama-3-70B, GRPO", "150", "llama-3-70b", {"trainer": {"offload_optimizer": True, "gradient_checkpointing": "full"}}),
+    ("Llama-3-70B, GRPO", "150", "llama-3-70b", {"trainer": SMALL_STATE}),
 )
 
 
@@ -375,7 +377,11 @@ def samples_per_hour() -> Iterator[Figure]:
 
 def _how(plan: Plan) -> str:
     chosen = {choice.key: choice.value for choice in plan.choices}
-    words = f"sharding {chosen.get('sharding', 'none')}, TP {chosen.get('tensor parallel', 1)}"
+    states = "8-bit optimizer states, " if plan.setup.config.trainer.optimizer_states == "int8" else ""
+    words = f"{states}sharding {chosen.get('sharding', 'none')}, TP {chosen.get('tensor parallel', 1)}"
+    rows, wanted = decoding_rows(plan.setup, plan.memory.sizes), plan.setup.work.share(plan.setup.engines).sequences
+    if rows < wanted:
+        words += f", an engine's cache holds {rows} of its {wanted} attempts"
     return (
         words
         if plan.fits
@@ -397,9 +403,7 @@ def scaling() -> Iterator[Figure]:
             "planned",
             f"optimizer's state on the host, checkpointing light; {_how(plan)}",
         )
-    seventy = planned(
-        "llama-3-70b", "h100", 8, with_sections(trainer={"offload_optimizer": True, "gradient_checkpointing": "full"})
-    )
+    seventy = planned("llama-3-70b", "h100", 8, with_sections(trainer=SMALL_STATE))
     yield Figure("8 GPUs, 70B", "50 samples/hour", f"{seventy.samples_per_hour:,.0f} samples/hour", "planned", _how(seventy))
     yield Figure(
         "N GPUs", "0.7-0.9 N", "as above", "planned", "one machine; half of the traffic hidden behind products is assumed"

@@ -122,7 +122,7 @@ def _pass_over_the_first(number: int, frame: FrameType | None) -> None:
 
 def check_ranks(config: Config) -> None:
     """Raise `ConfigError` where so many processes cannot divide the recipe's work."""
-    from redline.trainer.parallel.place import TORCHRUN, TRAINERS, Division, find_place
+    from redline.trainer.parallel.place import TORCHRUN, TRAINERS, Division, find_place, refuse_offloads
 
     on_cluster = config.placement.cluster is not None
     ranks = config.placement.trainers if on_cluster else num_ranks()
@@ -147,19 +147,7 @@ def check_ranks(config: Config) -> None:
             f" the group of the {ranks} ranks for that",
             "set engine.kind=native; or start it as a server beside the run, and set engine.kind=openai with engine.url",
         )
-    if not Division.of(trainer).divides_weights:
-        return
-    key = "trainer.sharding" if trainer.sharding != "none" else "trainer.pipeline_parallel_size"
-    if trainer.reference_offload:
-        raise ConfigError(
-            f"trainer.reference_offload: with {key} the reference is divided among the devices, and stays there",
-            f"set trainer.reference_offload=false, or leave {key} out",
-        )
-    if trainer.offload_optimizer:
-        raise ConfigError(
-            f"trainer.offload_optimizer: with {key} the state is divided among the devices, and stays there",
-            f"set trainer.offload_optimizer=false, or leave {key} out",
-        )
+    refuse_offloads(trainer, Division.of(trainer))
 
 
 def check_gpus_for_ranks(config: Config) -> None:
@@ -178,17 +166,14 @@ def check_gpus_for_ranks(config: Config) -> None:
 
 def check_model_for_ranks(config: Config, folder: Path) -> None:
     """Raise `ConfigError` or `ModelError` where the model in this folder cannot be divided as the recipe asks."""
-    from redline.models.spec import FAMILIES
+    from redline.models.spec import refuse_undivided
 
     described = json.loads((folder / "config.json").read_text())
     family = described.get("model_type")
     if (size := config.engine.tensor_parallel_size) > 1 and config.engine.kind == "native":  # others divide it in their way
         _check_divided_engine(size, family, folder)
-    if config.trainer.sharding != "none" and family not in FAMILIES:
-        raise ConfigError(
-            f"trainer.sharding: model family {family!r} is run by transformers, and its layers are not divided",
-            "leave trainer.sharding out",
-        )
+    if config.trainer.sharding != "none":
+        refuse_undivided(family, "trainer.sharding")
     heads = described.get("num_attention_heads")
     if config.trainer.sequence_parallel_size > 1 and isinstance(heads, int):
         from redline.models.attention.ulysses import check_heads
@@ -204,13 +189,9 @@ def check_model_for_ranks(config: Config, folder: Path) -> None:
 def _check_divided_engine(size: int, family: object, folder: Path) -> None:
     from redline.models.files.hf import load_config
     from redline.models.parallel import shard_spec
-    from redline.models.spec import FAMILIES, spec_from_config
+    from redline.models.spec import refuse_undivided, spec_from_config
 
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"engine.tensor_parallel_size = {size}: family {family!r} is run by transformers, and its layers are not divided",
-            "leave engine.tensor_parallel_size out",
-        )
+    refuse_undivided(family, f"engine.tensor_parallel_size = {size}")
     shard_spec(spec_from_config(load_config(folder)), size)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from redline.models.attention.limits import NO_LIMITS, Limits, capped_attention
 from redline.models.attention.packed import PackedAttention
 from redline.models.attention.routed import ROUTED, WATCHED, Route, Watch, set_attention, through
 from redline.models.layer_code import LayerCode
+from redline.models.mixture import mixture_of
 from redline.models.spec import NO_LIMIT, ModelShape, fixed_positions
 
 if TYPE_CHECKING:
@@ -105,7 +107,9 @@ class GenericDecoder(nn.Module):
         config = network.config.get_text_config(decoder=True)
         found = [limits_of(asked, fixed_positions(config), network.device) for asked in watch.layers]
         self.limits, longest = tuple(limits for limits, _ in found), min((reach for _, reach in found), default=NO_LIMIT)
-        self.spec = _shape(network, watch, output.last_hidden_state.shape[-1], theirs_TV.shape[-1], longest)
+        shape = _shape(network, watch, output.last_hidden_state.shape[-1], theirs_TV.shape[-1], longest)
+        windows = tuple(limits.window for limits in self.limits if limits.window is not None and limits.window < longest)
+        self.spec = replace(shape, mixture=mixture_of(network), windows=windows)
         object.__setattr__(self, "_head", _replaced(network, self._body_name.split("."), _Given(type(output))))
 
         set_attention(network, ROUTED)

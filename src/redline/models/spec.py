@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from redline.errors import ModelError
+from redline.errors import ConfigError, ModelError
 from redline.models.layers.rope import STATIC_KINDS
 
 if TYPE_CHECKING:
@@ -17,6 +17,16 @@ FAMILIES = (*DENSE_FAMILIES, "qwen3_moe")
 """Values of `model_type` that `Decoder` implements."""
 NO_LIMIT = 2**31 - 1
 """Positions of a network that has none, such as a state-space model."""
+
+
+@dataclass(slots=True, frozen=True)
+class Mixture:
+    """The experts of a network that transformers runs."""
+
+    parameters: int
+    """Of all experts of all layers."""
+    share: float | None
+    """Experts that a token goes to over all of its layer; None where that cannot be told."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +44,10 @@ class ModelShape:
     head_dim: int
     max_positions: int
     """Longest sequence the positions were made for, or the sliding window where that is shorter."""
+    mixture: Mixture | None = field(default=None, kw_only=True)
+    """The experts, where transformers runs the layers; None without."""
+    windows: tuple[int, ...] = field(default=(), kw_only=True)
+    """Of each layer that has a window: the tokens that a token sees, itself the last."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,6 +103,15 @@ def is_ours(config: PretrainedConfig) -> bool:
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
     return (config.rope_parameters or {}).get("rope_type", "default") in ("default", *STATIC_KINDS)
+
+
+def refuse_undivided(family: object, setting: str) -> None:
+    """Raise `ConfigError` for a family whose layers transformers runs: nothing divides these."""
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"{setting}: model family {family!r} is run by transformers, and its layers are not divided",
+            f"leave {setting.partition(' ')[0]} out",
+        )
 
 
 def refuse_quantized(config: PretrainedConfig) -> None:

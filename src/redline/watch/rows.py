@@ -206,7 +206,7 @@ def _trainer_metrics(step: FinishedStep, seconds: float, peak_flops: float | Non
         "trainer/padding_tokens": report.num_padding_tokens,
         "trainer/skipped": report.skipped,
         "trainer/flops_per_s": flops_per_s,
-        **({"trainer/mfu": flops_per_s / peak_flops} if peak_flops else {}),
+        **({"trainer/mfu": flops_per_s / peak_flops} if peak_flops and report.flops else {}),
         **part_seconds("trainer", TRAINER_PARTS, step.span_ns),
         **{f"trainer/{name}": value for name, value in report.extra.items()},
     }

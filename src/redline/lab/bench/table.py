@@ -41,7 +41,8 @@ def _cells(result: Mapping[str, Any]) -> list[Text | str]:
     value, bound = (quantity(number, result["unit"]) for number in (result["value"], result["bound"]["value"]))
     own = Text(value, style="bold") + Text(_interval(result.get("interval_95")), style="dim")
     name = f"{result['case']}: {result['name']}" if "case" in result else result["name"]
-    cells: list[Text | str] = [Text(name), own, bound, f"{result['fraction_of_bound']:.1%}"]
+    of_bound = [bound, f"{result['fraction_of_bound']:.1%}"] if result["bound"]["value"] else ["", ""]
+    cells: list[Text | str] = [Text(name), own, *of_bound]
     peer = result["peer"]
     return cells if peer is None else [*cells, peer["name"], quantity(peer["value"], result["unit"]), _ratio(peer)]
 

@@ -24,8 +24,13 @@ class Bound:
     """What no implementation can beat on this machine."""
 
     value: float
+    """0 where nothing bounds the figure."""
     why: str
     """The formula, with its numbers."""
+
+    def rate_of(self, amount: float) -> float:
+        """The bound of `amount` per second, of a bound in seconds; where there is none, none."""
+        return amount / self.value if self.value else 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,7 +75,8 @@ class Result:
 
     @property
     def fraction_of_bound(self) -> float:
-        """value / bound, or bound / value where less is better: 1 is perfect. The median round's, where each has a bound."""
+        """value / bound, or bound / value where less is better: 1 is perfect, 0 says that there is no bound. The median
+        round's, where each has a bound."""
         if self.fractions:
             return statistics.median(self.fractions)
         if not (self.value and self.bound.value):

@@ -7,9 +7,10 @@ Generation: every weight, key and value that a step needs has to be read, and ev
     operations = sequences · (2 · parameters + 4 · layers · heads · head size · context)
 
 Of a mixture, a step reads the experts that its tokens go to between them, if all are as likely: of 128 with 8 each, one row
-reads 8, eight rows 52. The n completions of a prompt may read its keys and values once. Sampling, activations and everything
-else count as free. Where completions differ in length there are at least as many steps as the longest needs, each reads the
-weights once, and a sequence's keys and values are read as long as it goes on.
+reads 8, eight rows 52; of a family whose experts cannot be told nothing is bounded. A layer with a sliding window needs the
+keys and values within it alone. The n completions of a prompt may read its keys and values once. Sampling, activations and
+everything else count as free. Where completions differ in length there are at least as many steps as the longest needs, each
+reads the weights once, and a sequence's keys and values are read as long as it goes on.
 
 Where the engine guesses tokens (`engine.speculation`), a step may bring any number of them, and nothing says how many guesses
 could have been right. What is left is that each token's products have to be computed, and the weights read once.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -66,14 +67,17 @@ class Load:
 
     @property
     def steps(self) -> float:
-        """Fewest decode steps: all rows busy to the end, or as many as the longest completion needs. The first token of a
-        completion comes with its prompt."""
-        return max(float(self.lengths.max()) - 1, (self.tokens - self.sequences) / self.batch)
+        """Fewest decode steps."""
+        return self._decode[0]
 
     @property
     def rows(self) -> float:
         """Sequences of a step, on average."""
-        return (self.tokens - self.sequences) / self.steps if self.steps else 0.0
+        return self._decode[1]
+
+    @property
+    def _decode(self) -> tuple[float, float]:
+        return decode_steps(self.sequences, self.tokens, float(self.lengths.max()), self.batch)
 
     @property
     def new_tokens_so_far(self) -> float:
@@ -86,12 +90,35 @@ class Load:
         """Tokens that a sequence sees when it takes a step, on average."""
         return self.prompt_tokens + self.new_tokens_so_far
 
-    @property
-    def most_cached_tokens(self) -> float:
-        """Most tokens whose keys and values a batch holds at once; completions share their prompt."""
-        lengths = np.sort(self.lengths)[::-1]
+    def hidden(self, window: int, before: float) -> float:
+        """Tokens that a window hides from a sequence when it takes a step, on average, if `before` tokens precede its own."""
+        decoded = self.lengths.astype(np.float64) - 1
+        past = np.maximum(0.0, decoded - max(0.0, window - before))  # steps whose first token is hidden
+        return float((past * max(0.0, before - window) + past * (past + 1) / 2).sum() / max(1.0, decoded.sum()))
+
+    def most_cached_tokens(self, windows: tuple[tuple[int, float], ...] = ()) -> float:
+        """Most tokens whose keys and values a batch holds at once, in a layer on average; completions share their prompt, and
+        nobody needs what a window hides from every later token."""
+        lengths = np.sort(self.lengths)[::-1].astype(np.float64)
         rows = np.minimum(np.arange(1, len(lengths) + 1), self.batch)
-        return float((rows * (self.prompt_tokens / self.n + lengths)).max())
+        each = self.prompt_tokens / self.n + lengths
+        for window, share in windows:
+            within = np.minimum(lengths, window)
+            each -= share * (self.prompt_tokens / self.n + lengths)
+            each += share * (within + np.minimum(self.prompt_tokens, window - within) / self.n)
+        return float((rows * each).max())
+
+
+def decode_steps(sequences: float, tokens: float, longest: float, rows: float) -> tuple[float, float]:
+    """Fewest decode steps of completions with so many tokens in all, and the sequences of a step on average. A row is refilled
+    as soon as its sequence ends: all rows are busy to the end, or there are as many steps as the longest completion needs. The
+    first token of a completion comes with its prompt."""
+    decoded = max(0.0, tokens - sequences)
+    steps = max(longest - 1, decoded / rows)
+    return steps, decoded / steps if steps else 0.0
+
+
+NOT_KNOWN = Bound(0.0, "none: it cannot be told how many of its experts a token of this family goes to")
 
 
 def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
@@ -101,21 +128,23 @@ def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
 
 
 def _prefill_flops(cost: NetworkCost, load: Load) -> float:
-    """The head is needed for the last token of each prompt only, and a token sees half of the prompt on average."""
+    """The head is needed for the last token of each prompt only, and a token sees half of the prompt on average, less what
+    windows hide."""
     p = load.prompt_tokens
-    return load.prompts * (cost.product_flops(p, 1) + cost.attention_flops * p * p / 2)
+    pairs = p * p / 2 - sum(share * max(0.0, p - window) ** 2 / 2 for window, share in cost.windows)
+    return load.prompts * (cost.product_flops(p, 1) + cost.attention_flops * pairs)
 
 
 def step_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
     """One decode step of as many rows as there are on average, at their mean context."""
-    cached = load.rows * (load.prompt_tokens / load.n + load.new_tokens_so_far)
-    moved = cost.weight_bytes(load.rows) + cached * cost.kv_bytes_per_token
+    own, seen = _seen(cost, load)
+    moved = cost.weight_bytes(load.rows) + load.rows * (own + (seen - own) / load.n) * cost.kv_bytes_per_token
     return max(moved / machine.bandwidth, _decode_flops(cost, load, load.rows) / machine.flops)
 
 
 def _decode_flops(cost: NetworkCost, load: Load, tokens: float) -> float:
-    """Of so many tokens at the mean context."""
-    return tokens * (cost.product_flops(1, 1) + cost.attention_flops * load.context)
+    """Of so many tokens at the mean context, within windows."""
+    return tokens * (cost.product_flops(1, 1) + cost.attention_flops * _seen(cost, load)[1])
 
 
 def generation_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
@@ -126,8 +155,17 @@ def generation_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float
     return prefill_seconds(cost, load, machine) + load.steps * step_seconds(cost, load, machine)
 
 
+def _seen(cost: NetworkCost, load: Load) -> tuple[float, float]:
+    """Tokens that a sequence sees when it takes a step, in a layer on average: of its own, and of all."""
+    own = load.new_tokens_so_far - sum(share * load.hidden(window, 0) for window, share in cost.windows)
+    seen = load.context - sum(share * load.hidden(window, load.prompt_tokens) for window, share in cost.windows)
+    return own, seen
+
+
 def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
     """New tokens per second."""
+    if not cost.is_known:
+        return NOT_KNOWN
     if load.guesses:
         seconds = generation_seconds(cost, load, machine)
         why = (
@@ -143,7 +181,7 @@ def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
         f" {load.steps:,.0f} steps of {step * 1e3:.3g} ms at batch {load.rows:.4g} and mean context {load.context:.0f}"
         f" (weights {cost.weight_bytes(load.rows) / 1e9:.3g} GB, keys and values {cost.kv_bytes_per_token:,} bytes per token,"
         " read once;"
-        f" 2 · parameters + attention operations per token{_in_fewer_bits(cost)}); {machine.how}"
+        f" 2 · parameters + attention operations per token{_in_fewer_bits(cost)}{_within(cost)}); {machine.how}"
     )
     return Bound(load.tokens / generation_seconds(cost, load, machine), why)
 
@@ -155,8 +193,15 @@ def _in_fewer_bits(cost: NetworkCost) -> str:
     return f", products by weights {f'{cost.product_rate:g} times as fast' if known else 'not counted'}: in {numbers}"
 
 
+def _within(cost: NetworkCost) -> str:
+    each = (f"{share:.0%} of the layers see the last {window:,} tokens alone" for window, share in cost.windows)
+    return "".join(f"; {layers}" for layers in each)
+
+
 def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
     """Seconds to the median request's first token, all submitted at once."""
+    if not cost.is_known:
+        return NOT_KNOWN
     half = prefill_seconds(cost, load, machine) / 2
     value = max(half, cost.weight_bytes(load.prompts * load.prompt_tokens / 2) / machine.bandwidth)
     return Bound(value, f"half of the prompts have to be computed before the median request's first token; {machine.how}")
@@ -164,6 +209,8 @@ def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
 
 def inter_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
     """Seconds between two tokens of a sequence, in a step of as many rows as there are on average."""
+    if not cost.is_known:
+        return NOT_KNOWN
     if load.guesses:
         return Bound(0.0, "none: tokens that were guessed come several at once")
     return Bound(
@@ -173,13 +220,14 @@ def inter_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
 
 def memory_bound(cost: NetworkCost, load: Load, all_weights: int) -> Bound:
     """Bytes that must be held when a batch is at its largest."""
-    kv = load.most_cached_tokens * cost.kv_bytes_per_token
+    kv = load.most_cached_tokens(cost.windows) * cost.kv_bytes_per_token
     return Bound(all_weights + kv, f"weights {all_weights:,} bytes, keys and values of a batch at its largest {kv:,.0f} bytes")
 
 
 def kv_bound(cost: NetworkCost, load: Load) -> Bound:
-    tokens = load.most_cached_tokens
-    return Bound(tokens * cost.kv_bytes_per_token, f"{tokens:,.0f} tokens held at once, {cost.kv_bytes_per_token:,} bytes each")
+    tokens = load.most_cached_tokens(cost.windows)
+    why = f"{tokens:,.0f} tokens held at once, {cost.kv_bytes_per_token:,} bytes each{_within(cost)}"
+    return Bound(tokens * cost.kv_bytes_per_token, why)
 
 
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,6 +235,8 @@ def kv_bound(cost: NetworkCost, load: Load) -> Bound:
 
 def training_bound(cost: NetworkCost, load: TrainLoad, machine: Machine, epochs: int = 1) -> Bound:
     """Seconds of one step that goes over its batch so many times."""
+    if not cost.is_known:
+        return NOT_KNOWN
     flops = epochs * training_flops(cost, load)
     frozen = "" if not cost.frozen_body_params else f" - 2 · {cost.frozen_body_params:,} frozen parameters · {load.tokens:,}"
     frozen += "" if not cost.frozen_head_params else f" - 2 · {cost.frozen_head_params:,} frozen · {load.trained_tokens:,}"
@@ -194,15 +244,16 @@ def training_bound(cost: NetworkCost, load: TrainLoad, machine: Machine, epochs:
         f"operations / peak: {flops / 1e12:,.3g} TFLOP = {'' if epochs == 1 else f'{epochs} epochs of '}"
         f"6 · {cost.body_params:,} parameters · {load.tokens:,} tokens"
         f" + 6 · {cost.head_params:,} parameters of the head · {load.trained_tokens:,} trained tokens{frozen}"
-        f" + {3 * cost.attention_flops:,} · {load.pairs:,} pairs of query and key;"
+        f" + {3 * cost.attention_flops:,} · {load.seen_pairs(cost.windows):,} pairs of query and key{_within(cost)};"
         f" no padding, a group's prompt once, nothing computed twice; {machine.how}"
     )
     return Bound(flops / machine.flops, why)
 
 
 def mean_load(loads: Sequence[TrainLoad]) -> TrainLoad:
-    """A step that takes as much as these do on average."""
-    return TrainLoad(*(round(sum(getattr(load, field.name) for load in loads) / len(loads)) for field in fields(TrainLoad)))
+    """A step that takes as much as these do on average, and has the longest of their sequences."""
+    mean = TrainLoad(*(round(sum(getattr(load, field.name) for load in loads) / len(loads)) for field in fields(TrainLoad)))
+    return replace(mean, longest=max(load.longest for load in loads))
 
 
 def training_memory_bound(all_weights: int, trained: int) -> Bound:

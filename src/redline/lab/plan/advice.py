@@ -10,8 +10,8 @@ from typing import Any, get_args
 from redline.lab.bench.table import quantity
 from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.rates import Rates
-from redline.lab.plan.setup import Setup
-from redline.lab.plan.sizes import kv_bytes_needed
+from redline.lab.plan.setup import Setup, refusal
+from redline.lab.plan.sizes import kv_bytes_needed, rows_in
 from redline.lab.plan.stages import KEY, layers_of
 from redline.lab.plan.timing import estimate_time
 from redline.models.layer_code import Checkpointing
@@ -133,19 +133,24 @@ def _options(setup: Setup, rates: Rates, memory: MemoryEstimate) -> Iterator[_Op
         yield _trainer("gradient_checkpointing", kind, words[kind])
     if trainer.optimizer_states == "float32":
         yield _trainer("optimizer_states", "int8", "rounding of Adam's means, right on average")
-    if setup.device.is_gpu and not trainer.offload_optimizer and not setup.divides_weights:
+    if setup.device.is_gpu and not trainer.offload_optimizer and _is_allowed(setup, "offload_optimizer"):
         yield _trainer("offload_optimizer", True, "masters and means cross the bus in every step; host memory")
-    if not trainer.lora.rank and config.rollouts.advantages != "gae":
+    if not trainer.lora.rank and config.rollouts.advantages != "gae" and setup.model.takes_adapter:
         lora = trainer.lora.model_copy(update={"rank": LORA_RANK})
         yield _Option(
             (f"trainer.lora.rank={LORA_RANK}",),
             "what a low rank cannot say; usually a ten times larger learning rate",
             lambda s: s.changed(trainer={"lora": lora}),
         )
-    if config.needs_reference and not trainer.reference_offload and not trainer.lora.rank and not setup.divides_weights:
+    has_reference = config.needs_reference and not trainer.lora.rank
+    if has_reference and not trainer.reference_offload and _is_allowed(setup, "reference_offload"):
         yield _trainer("reference_offload", True, "the reference crosses the bus in every step; host memory")
     yield from _smaller(setup, memory)
     yield from _more_devices(setup, rates)
+
+
+def _is_allowed(setup: Setup, key: str) -> bool:
+    return refusal(setup.changed(trainer={key: True})) is None
 
 
 def _smaller(setup: Setup, memory: MemoryEstimate) -> Iterator[_Option]:
@@ -217,15 +222,18 @@ def _choose_sharding(setup: Setup) -> tuple[Setup, Choice]:
         key = "trainer.sharding" if setup.config.trainer.sharding == setup.sharding else "--sharding"
         return setup, Choice("sharding", setup.sharding, f"as {key} says")
     tried: dict[str, int] = {}
-    chosen = setup
+    chosen, reason = setup, None
     for kind in get_args(Sharding):
-        chosen = replace(setup, sharding=kind)
-        memory = estimate_memory(chosen)
+        divided = replace(setup, sharding=kind)
+        if reason := refusal(divided):
+            break
+        chosen, memory = divided, estimate_memory(divided)
         tried[kind] = memory.worst.total
         if fits(chosen, memory):
             break
     sizes = ", ".join(f"{kind} {quantity(size, 'bytes')}" for kind, size in tried.items())
-    why = f"the least divided that fits {quantity(setup.device.memory_bytes, 'bytes')}: {sizes}"
+    room = quantity(setup.device.memory_bytes, "bytes")
+    why = f"{reason.message}: {sizes} of {room}" if reason else f"the least divided that fits {room}: {sizes}"
     return chosen, Choice("sharding", chosen.sharding, why)
 
 
@@ -235,9 +243,9 @@ def _choose_tensor_parallel(setup: Setup, rates: Rates) -> tuple[Setup, Choice]:
         return setup, Choice("tensor parallel", str(setup.tensor_parallel_size), "as --tensor-parallel says")
     options: dict[int, tuple[Setup, float, bool]] = {}
     for size in (1, 2, 4, 8) if setup.config.engine.quantization == "none" else (1,):
-        if setup.gpus % size or setup.model.shape.num_kv_heads % size or size > setup.gpus:
-            continue
         changed = replace(setup, tensor_parallel_size=size)
+        if setup.gpus % size or refusal(changed):
+            continue
         memory = estimate_memory(changed)
         seconds = estimate_time(changed, memory, rates).seconds_of("generation")
         options[size] = changed, setup.work.new_tokens / seconds, fits(changed, memory)
@@ -253,7 +261,7 @@ def _choose_tensor_parallel(setup: Setup, rates: Rates) -> tuple[Setup, Choice]:
 def choices(setup: Setup, memory: MemoryEstimate) -> list[Choice]:
     """What a run chooses for itself on one device, and what it had better be told."""
     sizes, work = memory.sizes, setup.work
-    rows = min(work.share(max(1, setup.gpus // setup.tensor_parallel_size)).sequences, _rows_in(setup, sizes.kv_tokens))
+    rows = min(work.share(setup.engines).sequences, rows_in(setup, sizes.kv_tokens, work.max_new_tokens))
     needed = kv_bytes_needed(setup.changed(engine={"max_num_seqs": rows}))
     found = [
         Choice(
@@ -280,16 +288,9 @@ def _reason(memory: MemoryEstimate, key: str) -> str:
     return memory.sizes.reasons[key]
 
 
-def _rows_in(setup: Setup, kv_tokens: int) -> int:
-    """Attempts whose keys and values the cache holds at their end; a group's prompt once."""
-    each = setup.work.max_new_tokens + setup.work.prompt_tokens / setup.work.group_size
-    return max(1, int(kv_tokens / each))
-
-
 def _rows_reason(setup: Setup, rows: int) -> str:
-    engines = max(1, setup.gpus // setup.tensor_parallel_size)
-    if rows == setup.work.share(engines).sequences:
-        return f"all {rows} attempts of {'a step' if engines == 1 else 'an engine in a step'} at once"
+    if rows == setup.work.share(setup.engines).sequences:
+        return f"all {rows} attempts of {'a step' if setup.engines == 1 else 'an engine in a step'} at once"
     return "as many attempts as the cache holds at their end"
 
 

@@ -27,6 +27,7 @@ import redline
 from redline.config.earlier import as_of_now
 from redline.config.load import validate
 from redline.config.schema import Config
+from redline.lab.measure.roofline import decode_steps
 from redline.lab.plan.devices import DEVICES, Device
 from redline.lab.plan.rates import Cost, Efficiency, Rates
 from redline.lab.plan.setup import Setup, make_setup
@@ -200,12 +201,11 @@ def _generation(
     prompts, n, prompt, new = load
     model = describe_model(config["model"])
     cost, shape, engine = network_cost(model, getattr(torch, config["dtype"])), model.shape, config["engine"]
-    rows = min(prompts * n, engine["max_num_seqs"])
-    step = decode_cost(cost, shape.num_layers, shape.vocab_size, rows, read_context(prompt, new, n), rates)
-    whole = prompt_cost(cost, shape.num_layers, prompts, prompt, engine["max_num_batched_tokens"], rates) + step.times(
-        (new - 1) * prompts * n / rows
-    )
-    return Observation("generation", whole, seconds, source)
+    sequences = prompts * n
+    steps, batch = decode_steps(sequences, sequences * new, new, min(sequences, engine["max_num_seqs"]))
+    step = decode_cost(cost, shape.num_layers, shape.vocab_size, batch, read_context(prompt, new, n), rates)
+    prefill = prompt_cost(cost, shape.num_layers, prompts, prompt, engine["max_num_batched_tokens"], rates)
+    return Observation("generation", prefill + step.times(steps), seconds, source)
 
 
 def _read_trainer(document: Mapping[str, Any], device: Device, source: str) -> list[Observation]:

@@ -121,7 +121,7 @@ def _generation(setup: Setup) -> dict[str, int]:
     """Prompts go through the network a few at once; then every row's logits are sampled from."""
     engine, work, size = setup.config.engine, setup.work, setup.dtype.itemsize
     shape = setup.model.shape
-    rows = min(engine.max_num_seqs, work.share(max(1, setup.gpus // setup.tensor_parallel_size)).sequences)
+    rows = min(engine.max_num_seqs, work.share(setup.engines).sequences)
     prompts = min(engine.max_num_batched_tokens, -(-rows // work.group_size) * work.prompt_tokens)
     each = layer(setup, 0)
     activations = prompts * (each.forward + around_bytes(shape, setup.dtype, setup.layer_code)) // setup.tensor_parallel_size

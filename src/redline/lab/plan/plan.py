@@ -19,6 +19,7 @@ from redline.lab.plan.memory import MemoryEstimate, Phase, estimate_memory
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import PROCESS_BYTES, PROMPT_TOKENS, Setup, divided, make_setup
 from redline.lab.plan.timing import TimeEstimate, estimate_time
+from redline.models.sizes.memory import knows_experts
 from redline.telemetry import describe_environment
 from redline.trainer.parallel.place import Sharding
 
@@ -156,6 +157,8 @@ def plan_setup(setup: Setup, rates: Rates) -> Plan:
 def _left_out(setup: Setup) -> Iterator[str]:
     """A plan is of one process on each device, in which trainer and engine work in turn."""
     config, placement = setup.config, setup.config.placement
+    if not knows_experts(setup.model.shape):
+        yield f"experts of model family {setup.model.shape.family!r}: planned as if a token went through all of them"
     if placement.engines:
         yield f"placement.engines = {placement.engines}: processes and weights of their own; planned on the trainer's devices"
     if placement.sleep:
@@ -170,6 +173,8 @@ def _left_out(setup: Setup) -> Iterator[str]:
         yield f"engine.tensor_parallel_size = {size}: {planned}"
     if config.trainer.sequence_parallel_size > 1:
         yield f"trainer.sequence_parallel_size = {config.trainer.sequence_parallel_size}: planned with whole sequences"
+    if config.needs_critic and setup.gpus > 1:
+        yield "rollouts.advantages = gae: a run trains the critic in one process; planned with one on each device"
     if placement.trainers not in (1, setup.gpus):
         yield f"placement.trainers = {placement.trainers}: planned as --gpus {setup.gpus}"
     if config.rollouts.environment.name:

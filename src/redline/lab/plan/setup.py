@@ -10,7 +10,7 @@ import torch
 
 from redline.config import Config, resolve
 from redline.engine.native.quantized import check_fp8_types, check_shape
-from redline.errors import ConfigError
+from redline.errors import ConfigError, RedlineError
 from redline.kernels.cpu import training
 from redline.lab.material.workloads import RANDOM
 from redline.lab.plan.devices import Device
@@ -18,8 +18,10 @@ from redline.lab.plan.shapes import Model, classifier_parameters, describe_model
 from redline.lab.plan.stages import KEY, check_stages, layers_of, parameters_of
 from redline.models.attention.packed import writes_out
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
+from redline.models.parallel import shard_spec
+from redline.models.spec import DecoderSpec, refuse_undivided
 from redline.trainer.batches.cost import CostModel
-from redline.trainer.parallel.place import Sharding
+from redline.trainer.parallel.place import Division, Sharding, refuse_offloads
 
 PROMPT_TOKENS = 128
 """Tokens of a prompt unless told otherwise: tasks are not loaded, so their prompts cannot be counted."""
@@ -106,6 +108,11 @@ class Setup:
     def data_ranks(self) -> int:
         """Trainers that get micro-batches of their own: devices / stages."""
         return self.gpus // self.stages
+
+    @property
+    def engines(self) -> int:
+        """Engines that share a step's attempts: devices / those that divide one."""
+        return max(1, self.gpus // self.tensor_parallel_size)
 
     @property
     def own_parameters(self) -> int:
@@ -198,9 +205,9 @@ def make_setup(
     if gpus < 1 or (gpus > 1 and not device.is_gpu):
         raise ConfigError(f"--gpus {gpus}: {device.name} is planned as one machine", "leave --gpus out")
     rollouts = config.rollouts
-    if mean_new_tokens is not None and not 0 < mean_new_tokens <= rollouts.max_new_tokens:
+    if mean_new_tokens is not None and not 1 <= mean_new_tokens <= rollouts.max_new_tokens:
         raise ConfigError(
-            f"--new-tokens {mean_new_tokens:g}: rollouts.max_new_tokens = {rollouts.max_new_tokens}", "give at most that many"
+            f"--new-tokens {mean_new_tokens:g}: rollouts.max_new_tokens = {rollouts.max_new_tokens}", "give from 1 to that many"
         )
     _check_quantization(config, device)
     resolved = _resolved_for(config, device)
@@ -245,12 +252,31 @@ def divided(setup: Setup, sharding: Sharding | None, tensor_parallel_size: int |
             f"leave it out, or set {KEY}=1",
         )
     asked = {"sharding": sharding, "tensor_parallel_size": tensor_parallel_size}
-    return replace(
+    found = replace(
         setup,
         sharding=sharding or setup.sharding,
         tensor_parallel_size=tensor_parallel_size or setup.tensor_parallel_size,
         given=frozenset(name for name, value in asked.items() if value is not None),
     )
+    if reason := refusal(found):
+        raise reason
+    return found
+
+
+def refusal(setup: Setup) -> RedlineError | None:
+    """Why a run would refuse what several devices divide here; None where it would begin."""
+    shape, parts = setup.model.shape, setup.tensor_parallel_size
+    try:
+        refuse_offloads(setup.config.trainer, Division(sharding=setup.sharding, pipeline_parallel_size=setup.stages))
+        if setup.sharding != "none":
+            refuse_undivided(shape.family, "trainer.sharding")
+        if parts > 1:
+            refuse_undivided(shape.family, f"engine.tensor_parallel_size = {parts}")
+            if isinstance(shape, DecoderSpec):
+                shard_spec(shape, parts)
+    except RedlineError as error:
+        return error
+    return None
 
 
 def _check_quantization(config: Config, device: Device) -> None:

@@ -15,6 +15,7 @@ from redline.models.files.hf import check_foreign, load_config
 from redline.models.files.sources import packaged_smollm2
 from redline.models.files.tiny import SMALL, TINY, shape_config
 from redline.models.lora.per_token import refuse_experts
+from redline.models.mixture import mixture_of
 from redline.models.sizes.memory import adapter_parameters, num_parameters
 from redline.models.spec import DecoderSpec, ModelShape, fixed_positions, is_ours, refuse_quantized, spec_from_config
 
@@ -80,8 +81,13 @@ class Model:
         """Parameters of the layers: products for every token. An embedding that is only looked up has none."""
         return self.parameters - self.head_parameters * (1 if self.tied else 2)
 
+    @property
+    def takes_adapter(self) -> bool:
+        """Whether a LoRA adapter can stand beside its layers: they are ours, and without experts."""
+        return isinstance(self.shape, DecoderSpec) and self.shape.experts is None
+
     def adapter(self, rank: int, targets: tuple[str, ...]) -> int:
-        """Parameters of a LoRA adapter."""
+        """Parameters of a LoRA adapter. Raises `ModelError` where the model takes none."""
         if not isinstance(self.shape, DecoderSpec):
             raise ModelError(f"trainer.lora: model family {self.shape.family!r} takes no adapter", "set trainer.lora.rank=0")
         refuse_experts(self.shape, "trainer.lora", "set trainer.lora.rank=0")
@@ -176,6 +182,7 @@ def _foreign(path: str, config: PretrainedConfig) -> Model:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         max_positions=fixed_positions(text),
+        mixture=mixture_of(network),
     )
     tied = network.get_output_embeddings() is None or bool(getattr(config, "tie_word_embeddings", False))
     if tied:

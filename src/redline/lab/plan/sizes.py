@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.sizing import CPU_CACHE_BYTES, block_size_for
 from redline.errors import NoRoomError
 from redline.lab.plan.held import held_terms, per_token, policy_bytes
-from redline.lab.plan.setup import Setup
+from redline.lab.plan.setup import Setup, Work
 from redline.trainer.batches.budget import FORWARD_RATIO, Budgets, MemoryPlan, cpu_budgets, logits_bytes, tokens_kept
 
 CUDA_CONTEXT = 700 * 2**20
@@ -146,9 +147,30 @@ def _touched_blocks(setup: Setup, block: int) -> int:
     """By a step's attempts at their end: whole blocks, and a group's prompt once."""
     work, engine = setup.work, setup.config.engine
     rows = min(work.sequences, engine.max_num_seqs)
-    shared = work.prompt_tokens // block
-    own = -(-(setup.longest - shared * block) // block)
+    shared, own = _blocks_of_attempt(work, block, work.max_new_tokens)
     return -(-rows // work.group_size) * shared + rows * own
+
+
+def _blocks_of_attempt(work: Work, block: int, new_tokens: float) -> tuple[int, int]:
+    """Blocks of the prompt that a group shares, and those of an attempt of so many tokens alone."""
+    shared = work.prompt_tokens // block
+    return shared, math.ceil((work.prompt_tokens - shared * block + new_tokens) / block)
+
+
+def rows_in(setup: Setup, kv_tokens: int, new_tokens: float) -> int:
+    """Attempts of so many new tokens that a cache of `kv_tokens` holds at their end, at least one; a group shares the whole
+    blocks of its prompt."""
+    size, block = setup.work.group_size, block_size_for(setup.config.engine, torch.device(setup.kind))
+    shared, own = _blocks_of_attempt(setup.work, block, new_tokens)
+    groups, rest = divmod(kv_tokens // block, shared + size * own)
+    return max(1, groups * size + max(0, rest - shared) // own)
+
+
+def decoding_rows(setup: Setup, sizes: Sizes) -> int:
+    """Attempts that one engine decodes at once: those it has, at most `engine.max_num_seqs`, and at most those of mean length
+    that its cache holds."""
+    work = setup.work.share(setup.engines)
+    return min(work.sequences, setup.config.engine.max_num_seqs, rows_in(setup, sizes.kv_tokens, work.mean_new_tokens))
 
 
 def kv_bytes_needed(setup: Setup) -> int:

@@ -18,14 +18,15 @@ from dataclasses import dataclass
 
 import torch
 
-from redline.lab.measure.roofline import NetworkCost
+from redline.lab.measure.roofline import NetworkCost, decode_steps
 from redline.lab.plan.held import layer, policy_bytes
 from redline.lab.plan.memory import MemoryEstimate, trained_share
 from redline.lab.plan.rates import Cost, Efficiency, Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.shapes import Model
+from redline.lab.plan.sizes import decoding_rows
 from redline.lab.plan.stages import time_share
-from redline.models.sizes.memory import FLOAT32, expert_share, idle_parameters, inner_columns
+from redline.models.sizes.memory import FLOAT32, expert_share, idle_parameters, inner_columns, knows_experts
 from redline.models.spec import DecoderSpec
 
 KEPT_TRAFFIC = 3
@@ -69,6 +70,7 @@ class TimeEstimate:
 
 
 def network_cost(model: Model, dtype: torch.dtype) -> NetworkCost:
+    """What a token costs as our code computes it: attention that has windows reads all keys and values, and hides some."""
     shape = model.shape
     width, idle = shape.num_layers * shape.head_dim, idle_parameters(shape)
     return NetworkCost(
@@ -79,6 +81,7 @@ def network_cost(model: Model, dtype: torch.dtype) -> NetworkCost:
         attention_flops=4 * width * shape.num_heads,
         idle_params=idle,
         expert_share=expert_share(shape),
+        is_known=knows_experts(shape),
     )
 
 
@@ -108,17 +111,13 @@ def decode_cost(cost: NetworkCost, layers: int, vocabulary: int, batch: float, c
     return bound + Cost(memory=others, layers=layers)
 
 
-def generation_cost(setup: Setup, rates: Rates) -> Cost:
-    """All attempts of a step, on the engine that has the most of them."""
+def generation_cost(setup: Setup, rows: int, rates: Rates) -> Cost:
+    """All attempts of a step, on the engine that has the most of them and decodes so many `rows` at once."""
     tp = setup.tensor_parallel_size
-    work = setup.work.share(max(1, setup.gpus // tp))
+    work = setup.work.share(setup.engines)
     engine, shape = setup.config.engine, setup.model.shape
     cost = network_cost(setup.model, setup.dtype).quantized(engine.quantization, setup.dtype)
-    rows = min(work.sequences, engine.max_num_seqs)
-    turns = work.sequences / rows
-    # Those that end early leave their rows empty: the batch falls from all to none between the mean and the longest.
-    batch = rows * work.mean_new_tokens / work.max_new_tokens
-    steps = turns * work.max_new_tokens
+    steps, batch = decode_steps(work.sequences, work.new_tokens, work.max_new_tokens, rows)
     context = read_context(work.prompt_tokens, work.mean_new_tokens, work.group_size)
     prompts = prompt_cost(cost, shape.num_layers, work.groups, work.prompt_tokens, engine.max_num_batched_tokens, rates)
     step = decode_cost(cost, shape.num_layers, shape.vocab_size, batch, context, rates)
@@ -226,11 +225,16 @@ def pass_cost(setup: Setup, tokens: float, micro_batches: float, rates: Rates) -
 
 
 def optimizer_cost(setup: Setup, rates: Rates) -> Cost:
-    """The gradient is read twice, for its norm and for the update; masters and moments are read and written."""
+    """The gradient is read twice, for its norm and for the update; masters and moments are read and written, and weights are
+    written. Weights that are their own masters are read as well. A CPU's update, which is torch's, also writes the clipped
+    gradient, and reads the masters once more to copy them to the weights."""
     own, trainer = policy_bytes(setup.changed(trainer={"offload_optimizer": False})), setup.config.trainer
     part = setup.own_trained / setup.shards
     state = own.masters + own.moments
-    moved = 2 * own.gradients + 2 * state + setup.dtype.itemsize * part
+    weights = setup.dtype.itemsize * part
+    moved = 2 * own.gradients + 2 * state + weights + (0 if own.masters else weights)
+    if not setup.device.is_gpu:
+        moved += own.gradients + own.masters
     if trainer.optimizer_states == "int8" and not setup.device.is_gpu:  # there one kernel does it
         moved += QUANTIZED_PASSES * 2 * FLOAT32 * part
     memory = moved / rates.bandwidth
@@ -245,7 +249,7 @@ def optimizer_cost(setup: Setup, rates: Rates) -> Cost:
 def estimate_time(setup: Setup, memory: MemoryEstimate, rates: Rates) -> TimeEstimate:
     config, sizes = setup.config, memory.sizes
     tokens = setup.mean_tokens_per_rank
-    phases = [_timed("generation", generation_cost(setup, rates), rates.generation)]
+    phases = [_timed("generation", generation_cost(setup, decoding_rows(setup, sizes), rates), rates.generation)]
     epochs, updates = config.trainer.epochs, config.trainer.updates_per_step
     passes = int(config.needs_reference) + int(config.needs_anchor) + int(config.needs_critic)
     if passes:

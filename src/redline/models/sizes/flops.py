@@ -21,12 +21,18 @@ from redline.config.sections.engine import Quantization
 from redline.kernels.cpu.quantized import GROUP, WHOLE_BYTES
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
-from redline.models.sizes.memory import expert_share, idle_parameters
+from redline.models.sizes.memory import expert_share, idle_parameters, knows_experts
+from redline.models.spec import ModelShape
 
 
 def quantized_bytes(quantization: Quantization) -> float:
     """Bytes of a parameter in fewer bits, its part of a group's scale included."""
     return 1.0 if quantization == "fp8" else WHOLE_BYTES[quantization] + torch.float32.itemsize / GROUP
+
+
+def window_shares(shape: ModelShape) -> tuple[tuple[int, float], ...]:
+    """The windows of a network's layers, each with the share of all layers that have it."""
+    return tuple((window, shape.windows.count(window) / shape.num_layers) for window in sorted(set(shape.windows)))
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +55,10 @@ class NetworkCost:
     """Parameters of experts that a token does not go to."""
     expert_share: float = 1.0
     """Experts that a token goes to, over all experts of a layer."""
+    is_known: bool = True
+    """False where it cannot be told how many experts a token goes to: all count, and nothing is bounded by that."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """Tokens that a token sees in some layers, itself the last, and the share of the layers that is so. Others see all."""
     product_rate: float = 1.0
     """Products by weights that a processor does in the time of one in the compute dtype."""
     quantized_bytes: float = 0.0
@@ -75,6 +85,8 @@ class NetworkCost:
             frozen_head_params=0 if head.requires_grad else head.numel(),
             idle_params=idle,
             expert_share=expert_share(shape),
+            is_known=knows_experts(shape),
+            windows=window_shares(shape),
         )
 
     def quantized(self, quantization: Quantization, dtype: torch.dtype) -> NetworkCost:
@@ -116,6 +128,8 @@ class TrainLoad:
     """All but the prompts: only these need the head."""
     pairs: int
     """Pairs of a query and a key that it sees, itself included; a prompt's own once for its group."""
+    longest: int = 0
+    """Tokens of the longest sequence; 0 where that is not said, and no window counts."""
 
     @classmethod
     def of(cls, lengths: np.ndarray, prompt_tokens: int, group_size: int) -> TrainLoad:
@@ -132,11 +146,21 @@ class TrainLoad:
             tokens=int(own_S.sum() + prompt_F.sum()),
             trained_tokens=trained_tokens,
             pairs=int((prompt_F * (prompt_F + 1) // 2).sum() + (own_S * before_S + own_S * (own_S + 1) // 2).sum()),
+            longest=int((own_S + before_S).max(initial=0)),
         )
+
+    def seen_pairs(self, windows: tuple[tuple[int, float], ...]) -> int:
+        """Pairs in a layer on average, where some layers have windows: at least so many. A token that sees c tokens without
+        a window of w sees min(c, w) >= c · w / longest within it."""
+        hidden = sum(share * max(0.0, 1 - window / self.longest) for window, share in windows if self.longest)
+        return round(self.pairs * (1 - hidden)) if hidden else self.pairs
 
 
 def training_flops(cost: NetworkCost, load: TrainLoad) -> int:
-    """Operations of one step: three times a forward pass, less the gradients of weights that are frozen."""
+    """Operations of one step: three times a forward pass, less the gradients of weights that are frozen. 0 where it cannot be
+    told how many experts a token goes to."""
+    if not cost.is_known:
+        return 0
     products = 2 * cost.body_params * load.tokens + 2 * cost.head_params * load.trained_tokens
     frozen = 2 * cost.frozen_body_params * load.tokens + 2 * cost.frozen_head_params * load.trained_tokens
-    return 3 * (products + cost.attention_flops * load.pairs) - frozen
+    return 3 * (products + cost.attention_flops * load.seen_pairs(cost.windows)) - frozen

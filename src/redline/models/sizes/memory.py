@@ -242,8 +242,11 @@ def layer_parameters(spec: DecoderSpec, layers: Iterable[int]) -> int:
 
 
 def idle_parameters(shape: ModelShape) -> int:
-    """Parameters of the experts that a token does not go to, in all layers; 0 for a network without experts of ours."""
-    experts = shape.experts if isinstance(shape, DecoderSpec) else None
+    """Parameters of the experts that a token does not go to, in all layers; 0 without experts, and where `knows_experts` is
+    False."""
+    if not isinstance(shape, DecoderSpec):
+        return round(shape.mixture.parameters * (1 - expert_share(shape))) if shape.mixture else 0
+    experts = shape.experts
     if experts is None:
         return 0
     idle = (experts.count - experts.per_token) * experts.intermediate_size
@@ -251,9 +254,15 @@ def idle_parameters(shape: ModelShape) -> int:
 
 
 def expert_share(shape: ModelShape) -> float:
-    """Experts that a token goes to, over all of a layer; 1 for a network without experts of ours."""
-    experts = shape.experts if isinstance(shape, DecoderSpec) else None
-    return 1.0 if experts is None else experts.per_token / experts.count
+    """Experts that a token goes to, over all of a layer; 1 without experts, and where `knows_experts` is False."""
+    if not isinstance(shape, DecoderSpec):
+        return (shape.mixture.share if shape.mixture else None) or 1.0
+    return 1.0 if shape.experts is None else shape.experts.per_token / shape.experts.count
+
+
+def knows_experts(shape: ModelShape) -> bool:
+    """Whether it can be told how many of its experts a token goes to, if it has experts."""
+    return shape.mixture is None or shape.mixture.share is not None
 
 
 def inner_columns(spec: DecoderSpec) -> int:

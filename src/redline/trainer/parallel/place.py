@@ -80,6 +80,23 @@ class Place:
         return self.rank % self.sequence_ranks
 
 
+def refuse_offloads(config: TrainerConfig, division: Division) -> None:
+    """Raise `ConfigError` for what the recipe wants in host memory where the processes divide the weights."""
+    if not division.divides_weights:
+        return
+    key = "trainer.sharding" if division.sharding != "none" else "trainer.pipeline_parallel_size"
+    if config.reference_offload:
+        raise ConfigError(
+            f"trainer.reference_offload: with {key} the reference is divided among the devices, and stays there",
+            f"set trainer.reference_offload=false, or leave {key} out",
+        )
+    if config.offload_optimizer:
+        raise ConfigError(
+            f"trainer.offload_optimizer: with {key} the state is divided among the devices, and stays there",
+            f"set trainer.offload_optimizer=false, or leave {key} out",
+        )
+
+
 def part_rows(rows: int, part: int, parts: int) -> tuple[int, int]:
     """First row and end of one part of a tensor that is divided along its first dimension as FSDP2 does (`torch.chunk`): the
     last parts may be shorter, or empty."""

@@ -5,22 +5,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.small_models import CONFIGS, random_model
-from transformers import Qwen2Config
+from support.small_models import CONFIGS, SHAPE, random_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Gemma3TextConfig, MixtralConfig, Qwen2Config
 
 from redline.lab.material.workloads import SHAPES
 from redline.lab.measure.machine import Machine
 from redline.lab.measure.roofline import (
+    NOT_KNOWN,
     Load,
     NetworkCost,
+    TrainLoad,
     first_token_bound,
     generation_seconds,
     inter_token_bound,
     kv_bound,
+    mean_load,
     memory_bound,
     prefill_seconds,
     step_seconds,
     throughput_bound,
+    training_bound,
+    training_flops,
 )
 from redline.models.decoder import Decoder
 from redline.models.generic import GenericDecoder
@@ -145,7 +151,74 @@ def test_memory_holds_the_weights_and_every_key_and_value() -> None:
 
 
 def test_a_network_of_transformers_costs_what_the_same_network_of_ours_does() -> None:
-    for name in ("llama, tied", "llama, untied"):
+    for name in ("llama, tied", "llama, untied", "qwen3_moe", "qwen3_moe, some layers"):
         with torch.device("meta"):
             ours = Decoder(spec_from_config(CONFIGS[name]), torch.empty(0))
         assert NetworkCost.of(GenericDecoder(random_model(CONFIGS[name]))) == NetworkCost.of(ours)
+
+
+# ── windows and experts of families that transformers runs ─────────────────────────────────────────────────────────────
+
+GEMMA = Gemma3TextConfig(**{**SHAPE, "num_hidden_layers": 6}, head_dim=16, sliding_window=64)
+"""Five layers of six see 64 tokens."""
+
+
+def seen(cost: NetworkCost, tokens: int) -> float:
+    """Tokens that the last of so many sees, in a layer on average."""
+    return tokens + sum(share * (min(tokens, window) - tokens) for window, share in cost.windows)
+
+
+def test_windows_hide_keys_and_values_from_the_bounds() -> None:
+    cost = NetworkCost.of(GenericDecoder(random_model(GEMMA)))
+    assert cost.windows == ((64, pytest.approx(5 / 6)),)
+    for prompt, n, lengths in ((100, 1, [2, 9, 40]), (30, 4, [90, 90]), (10, 2, [5, 5])):
+        load = Load(len(lengths), prompt, n, 1, 100, np.repeat(lengths, n))
+        steps = [t for length in lengths for t in range(1, length)]
+        own, every = (sum(seen(cost, start + t) for t in steps) / len(steps) for start in (0, prompt))
+        read = load.rows * (own + (every - own) / n) * cost.kv_bytes_per_token
+        slow = Machine(bandwidth=1e6, flops=1e30, how="")
+        assert step_seconds(cost, load, slow) == pytest.approx((cost.weight_bytes(load.rows) + read) / 1e6)
+        each = [seen(cost, t) + (seen(cost, prompt + t) - seen(cost, t)) / n for t in lengths[::-1]]
+        held = max((i + 1) * n * tokens for i, tokens in enumerate(each))
+        assert kv_bound(cost, load).value == pytest.approx(held * cost.kv_bytes_per_token)
+    pairs = sum(seen(cost, i) for i in range(1, 101))
+    quick = Machine(bandwidth=1e30, flops=1e6, how="")
+    prefill = cost.product_flops(100, 1) + cost.attention_flops * pairs
+    assert prefill_seconds(cost, Load(1, 100, 1, 1, 1), quick) == pytest.approx(prefill / 1e6, rel=0.01)
+    assert "83% of the layers see the last 64 tokens alone" in throughput_bound(cost, load, slow).why
+
+
+def test_training_within_windows_needs_no_more_than_what_they_show() -> None:
+    cost = NetworkCost.of(GenericDecoder(random_model(GEMMA)))
+    whole = replace(cost, windows=())
+    short, long = (TrainLoad.of(np.array([length, length]), 1, 1) for length in (64, 200))
+    assert training_flops(cost, short) == training_flops(whole, short)
+    pairs = 2 * sum(seen(cost, i) for i in range(1, 201))
+    products = training_flops(replace(cost, attention_flops=0), long)
+    exact = products + 3 * cost.attention_flops * pairs
+    assert 0.9 * exact < training_flops(cost, long) <= exact < training_flops(whole, long)
+    assert mean_load([short, long]).longest == 200
+
+
+def test_experts_that_transformers_runs_are_read_and_multiplied_as_far_as_tokens_go_to_them() -> None:
+    config = MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=1)
+    model, length = random_model(config), 24
+    model.set_experts_implementation("eager")  # torch does not count grouped products
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(2, 2 + length)[None]).logits.sum().backward()
+    cost = NetworkCost.of(GenericDecoder(model))
+    load = TrainLoad(sampled_tokens=length, tokens=length, trained_tokens=length, pairs=length**2)
+    assert training_flops(cost, load) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    everything = sum(p.numel() for p in model.model.parameters()) - model.model.embed_tokens.weight.numel()
+    assert cost.body_params + cost.idle_params == everything
+    assert cost.weight_bytes(1) < 0.5 * cost.weight_bytes(100)
+
+
+def test_of_experts_that_cannot_be_told_there_is_no_bound() -> None:
+    cost = replace(cost_of("qwen2.5-0.5b"), is_known=False)
+    load = Load(prompts=4, prompt_tokens=10, n=1, new_tokens=8, max_num_seqs=4)
+    bounds = [bound(cost, load, H200) for bound in (throughput_bound, first_token_bound, inter_token_bound)]
+    bounds.append(training_bound(cost, TrainLoad.of(np.array([8, 8]), 1, 1), H200))
+    assert all(bound == NOT_KNOWN for bound in bounds)
+    assert NOT_KNOWN.rate_of(100) == NOT_KNOWN.value == 0
+    assert training_flops(cost, TrainLoad.of(np.array([8, 8]), 1, 1)) == 0

@@ -177,6 +177,28 @@ def test_computing_again_and_freezing_change_the_products_by_a_third() -> None:
     assert flops(lora={"rank": 16}) / none == pytest.approx(2 / 3, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "num_bytes"),
+    [(H200, "bfloat16", 34), (H200, "float32", 32), (CPU, "float32", 36), (CPU, "bfloat16", 42)],
+)
+def test_an_update_moves_what_the_optimizer_reads_and_writes(device: Device, dtype: str, num_bytes: int) -> None:
+    """Gradient 4 + 4, moments 8 + 8, then 4 + 4 of the float32 weights, or of masters and 2 of the weights; on a CPU 4 of the
+    clipped gradient, and 4 of the masters that are copied."""
+    point = training("t", "random:qwen2.5-0.5b", 8, 512)
+    setup = point_setup({**point.as_json(), "settings": {**point.settings, "dtype": dtype}}, device, 0)
+    rates = rates_of(device, dtype=dtype)
+    moved = optimizer_cost(setup, rates).memory * rates.bandwidth
+    assert moved == pytest.approx(num_bytes * setup.model.parameters)
+
+
+def test_torchs_update_on_a_cpu_writes_the_clipped_gradient() -> None:
+    weight, first, second = (torch.zeros(8) for _ in range(3))
+    gradient, one = torch.ones(8), torch.tensor(1.0)
+    rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    torch._fused_adamw_([weight], [gradient], [first], [second], [], [one], **rates, grad_scale=2 * one, found_inf=0 * one)
+    assert gradient.tolist() == [0.5] * 8
+
+
 def test_offloaded_state_crosses_the_bus() -> None:
     here = point_setup(TRAINING.as_json(), H200, 0)
     away = here.changed(trainer={"offload_optimizer": True})

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from redline.cli import app
 from redline.errors import ConfigError
+from redline.trainer.loss.logprobs import CHUNK_BYTES, KEPT_BYTES
 
 RECIPE = """
 model: {path: random:qwen2.5-7b}
@@ -126,6 +127,19 @@ def test_the_validation_table_shows_misses_and_failures(tmp_path: Path) -> None:
     assert "**failed**: out of memory" in text
     assert "Not measured yet." in text
     assert render.filled(text, tmp_path) == text
+
+
+def test_the_page_names_the_bytes_of_logits_that_the_trainer_keeps() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    kept, chunk = ({kind: sizes[kind] // 2**20 for kind in ("cuda", "cpu")} for sizes in (KEPT_BYTES, CHUNK_BYTES))
+    assert f"Logits are kept up to {kept['cuda'] // 1024} GiB (CPU {kept['cpu']} MiB)" in page
+    assert f"a chunk of at most {chunk['cuda'] // 1024} GiB ({chunk['cpu']} MiB in float32)" in page
+
+
+@pytest.mark.slow
+def test_the_page_of_reference_figures_is_what_results_and_planner_give() -> None:
+    figures = script("reference_figures")
+    assert figures.page() == figures.PAGE.read_text(), "run benchmarks/plan/reference_figures.py, and say why it moved"
 
 
 def test_every_reference_figure_is_marked() -> None:

@@ -20,7 +20,10 @@ from transformers import (
     AutoModelForSequenceClassification,
     DebertaV2Config,
     Gemma3Config,
+    Gemma3TextConfig,
+    JetMoeConfig,
     MambaConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
     T5Config,
@@ -33,6 +36,7 @@ from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, ModelError
 from redline.lab.material.train_batches import random_batch
+from redline.lab.measure.roofline import Load
 from redline.lab.plan import cpu, gguf_header
 from redline.lab.plan.advice import find_cuts, fits
 from redline.lab.plan.calibration import rates_of
@@ -42,10 +46,10 @@ from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.plan import Hardware, Plan, make_plan, plan_setup
 from redline.lab.plan.setup import Setup, divided, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
-from redline.lab.plan.sizes import balanced, choose_sizes
+from redline.lab.plan.sizes import balanced, choose_sizes, decoding_rows, kv_bytes_needed, rows_in
 from redline.lab.plan.stages import parameters_of, time_share
 from redline.lab.plan.table import render
-from redline.lab.plan.timing import training_cost
+from redline.lab.plan.timing import decode_cost, network_cost, prompt_cost, read_context, training_cost
 from redline.models.files.hf import check_folder, empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
 from redline.models.sizes.flops import NetworkCost
@@ -55,6 +59,7 @@ from redline.trainer.batches.cost import CostModel
 from redline.trainer.batches.micro_batches import plan_micro_batches
 from redline.trainer.loss import logprobs
 from redline.trainer.loss.logprobs import selected_logprobs
+from redline.trainer.parallel.place import Division, refuse_offloads
 
 GB = 10**9
 SEVEN, HALF = "random:qwen2.5-7b", "random:qwen2.5-0.5b"
@@ -314,6 +319,41 @@ def test_a_model_that_also_sees_images_is_planned_by_its_text(tmp_path: Path) ->
     assert check_folder(tmp_path, with_weights=False) == model.shape.max_positions == SHAPE["max_position_embeddings"]
 
 
+MIXTRAL = MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2)
+GEMMA = Gemma3TextConfig(**{**SHAPE, "num_hidden_layers": 6}, head_dim=16, sliding_window=64)
+WITHOUT_ADAPTER = {"qwen3_moe": CONFIGS["qwen3_moe"], "mixtral": MIXTRAL, "gemma3": GEMMA}
+
+
+@pytest.mark.parametrize("family", WITHOUT_ADAPTER)
+def test_a_model_that_takes_no_adapter_is_planned_and_is_not_told_to_take_one(tmp_path: Path, family: str) -> None:
+    WITHOUT_ADAPTER[family].save_pretrained(tmp_path)
+    sizes = {"rollouts": {"max_new_tokens": 64}}
+    for fitting in (True, False):
+        device = replace(DEVICES["h100"], memory_bytes=DEVICES["h100"].memory_bytes if fitting else GB)
+        setup = make_setup(recipe(str(tmp_path), **sizes), device, prompt_tokens=64)
+        plan = plan_setup(setup, rates_of(device))
+        assert plan.fits == fitting
+        assert plan.time.step_s > 0
+        assert plan.cuts
+        assert "lora" not in json.dumps(plan.as_json()["cuts"])
+    with pytest.raises(ModelError, match=r"trainer\.lora"):
+        plan_of(str(tmp_path), "h100", trainer={"lora": {"rank": 8}}, **sizes)
+
+
+def test_a_plan_counts_the_experts_of_transformers_as_the_network_does(tmp_path: Path) -> None:
+    write_model(tmp_path, MIXTRAL)
+    planned, there = network_cost(describe_model(str(tmp_path)), torch.float32), NetworkCost.of(load_decoder(tmp_path))
+    assert planned == there
+    assert planned.idle_params == 6 / 8 * 2 * 8 * 3 * 48 * 80
+    assert make_plan(recipe(str(tmp_path), rollouts={"max_new_tokens": 64}), Hardware("h100")).left_out == ()
+
+
+def test_a_plan_says_where_it_cannot_tell_a_familys_experts(tmp_path: Path) -> None:
+    JetMoeConfig(**SHAPE, kv_channels=16).save_pretrained(tmp_path)
+    plan = make_plan(recipe(str(tmp_path), rollouts={"max_new_tokens": 64}), Hardware("h100"))
+    assert plan.left_out == ("experts of model family 'jetmoe': planned as if a token went through all of them",)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [(MambaConfig(vocab_size=100, hidden_size=64), "no attention"), (T5Config(vocab_size=100), "no causal language model")],
@@ -504,6 +544,49 @@ def test_small_models_are_not_divided_and_large_ones_are() -> None:
     assert large.fits
 
 
+@pytest.mark.parametrize("key", ["offload_optimizer", "reference_offload"])
+def test_what_is_in_host_memory_is_planned_without_sharding_as_a_run_takes_it(key: str) -> None:
+    trainer = {key: True, "kl_coef": 0.1}
+    plan = make_plan(recipe(SEVEN, trainer=trainer), H100X4)
+    assert choice(plan, "sharding").value == "none"
+    assert f"trainer.{key}: with trainer.sharding" in choice(plan, "sharding").why
+    refuse_offloads(plan.setup.config.trainer, Division(plan.setup.sharding))
+    for asked in ({"sharding": "grad_op"}, {"sharding": "full"}):
+        with pytest.raises(ConfigError, match=rf"trainer\.{key}: with trainer\.sharding"):
+            make_plan(recipe(SEVEN, trainer=trainer), Hardware("h100", 4, **asked))
+        with pytest.raises(ConfigError, match=rf"trainer\.{key}: with trainer\.sharding"):
+            make_plan(recipe(SEVEN, trainer=trainer | asked), H100X4)
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}: with trainer\.pipeline_parallel_size"):
+        make_plan(recipe(SEVEN, trainer=trainer | {"pipeline_parallel_size": 4}), H100X4)
+
+
+def test_cuts_of_several_devices_are_those_that_a_run_takes() -> None:
+    plan = make_plan(recipe(SEVEN, trainer={"kl_coef": 0.1}), H100X4)
+    assert choice(plan, "sharding").value != "none"
+    assert "offload" not in json.dumps([cut.as_json()["settings"] for cut in plan.cuts])
+
+
+def test_layers_of_transformers_are_planned_undivided(tmp_path: Path) -> None:
+    MIXTRAL.save_pretrained(tmp_path)
+    short = recipe(str(tmp_path), rollouts={"max_new_tokens": 64})
+    plan = make_plan(short, H100X4)
+    assert (choice(plan, "sharding").value, choice(plan, "tensor parallel").value) == ("none", "1")
+    for asked in ({"sharding": "full"}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match="'mixtral' is run by transformers, and its layers are not divided"):
+            make_plan(short, Hardware("h100", 4, **asked))
+
+
+def test_heads_that_devices_cannot_divide_are_refused_as_by_a_run() -> None:
+    assert choice(make_plan(recipe(HALF), H100X4), "tensor parallel").value in ("1", "2"), "two key and value heads"
+    with pytest.raises(ModelError, match="attention heads cannot be divided among 4 ranks"):
+        make_plan(recipe(HALF), Hardware("h100", 4, tensor_parallel_size=4))
+
+
+def test_a_critic_of_several_processes_is_said_to_be_none_of_a_run() -> None:
+    plan = make_plan(recipe(HALF, rollouts={"advantages": "gae"}), H100X4)
+    assert any(sentence.startswith("rollouts.advantages = gae") for sentence in plan.left_out)
+
+
 def test_a_division_that_was_asked_for_is_not_chosen() -> None:
     plan = make_plan(recipe(HALF), Hardware("h100", 8, sharding="full", tensor_parallel_size=2))
     assert (choice(plan, "sharding").value, choice(plan, "tensor parallel").value) == ("full", "2")
@@ -531,6 +614,40 @@ def test_a_cache_that_nobody_fills_is_said() -> None:
     told = plan_of(HALF, "h200", engine={"kv_cache_memory_bytes": int(advised.value), "max_num_seqs": 128})
     assert told.memory.sizes.kv_tokens >= 128 * 256
     assert not any(choice.key == "engine.kv_cache_memory_bytes" for choice in told.choices)
+
+
+def generation_s(**sections: dict[str, Any]) -> float:
+    return plan_of(SEVEN, "h200", **sections).time.seconds_of("generation")
+
+
+def test_a_cache_that_holds_fewer_attempts_makes_a_step_longer_and_dearer() -> None:
+    plans = [
+        make_plan(recipe(SEVEN, trainer={"offload_optimizer": True}, engine={"kv_cache_memory_bytes": size}), Hardware("h200"))
+        for size in (3 * GB, GB, GB // 3)
+    ]
+    seconds = [plan.time.seconds_of("generation") for plan in plans]
+    prices = [plan.dollars_per_million for plan in plans]
+    assert seconds == sorted(set(seconds))
+    assert prices == sorted(set(prices))
+
+
+def test_the_rows_that_a_plan_chooses_take_the_time_that_it_says() -> None:
+    cache = {"kv_cache_memory_bytes": GB}
+    plan = plan_of(SEVEN, "h200", engine=cache)
+    rows = int(choice(plan, "engine.max_num_seqs").value)
+    assert rows < plan.setup.work.sequences
+    assert "as many attempts as the cache holds" in choice(plan, "engine.max_num_seqs").why
+    assert generation_s(engine=cache | {"max_num_seqs": rows}) == plan.time.seconds_of("generation")
+    assert generation_s(engine=cache | {"max_num_seqs": rows // 2}) > plan.time.seconds_of("generation")
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 128])
+def test_a_cache_of_what_some_rows_need_holds_them_and_no_more(rows: int) -> None:
+    setup = setup_of(HALF).changed(engine={"max_num_seqs": rows})
+    sizes = choose_sizes(setup.changed(engine={"kv_cache_memory_bytes": kv_bytes_needed(setup)}))
+    assert rows_in(setup, sizes.kv_tokens, setup.work.max_new_tokens) == rows
+    assert decoding_rows(setup, sizes) == rows
+    assert rows_in(setup, sizes.kv_tokens - 64, setup.work.max_new_tokens) == max(1, rows - 1)
 
 
 def test_the_micro_batch_is_the_one_the_trainer_would_find() -> None:
@@ -593,8 +710,9 @@ def test_prompts_that_the_model_cannot_read_are_refused() -> None:
 
 
 def test_impossible_plans_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--new-tokens"):
-        make_setup(recipe(), DEVICES["h100"], mean_new_tokens=1000)
+    for tokens in (1000, 0.5):
+        with pytest.raises(ConfigError, match="--new-tokens"):
+            make_setup(recipe(), DEVICES["h100"], mean_new_tokens=tokens)
     with pytest.raises(ConfigError, match="--gpus"):
         make_setup(recipe(), replace(DEVICES["h100"], kind="cpu"), gpus=2)
 
@@ -603,6 +721,31 @@ def test_shorter_answers_take_less_time_and_no_less_memory() -> None:
     whole, half = (make_plan(recipe(), Hardware("h100"), mean_new_tokens=tokens) for tokens in (256, 128))
     assert half.time.step_s < whole.time.step_s
     assert half.memory.worst.total == whole.memory.worst.total
+
+
+@pytest.mark.parametrize("mean", [1024, 100])
+def test_rows_that_end_early_are_refilled(mean: int) -> None:
+    """4,096 attempts in 256 rows are not 16 turns of the longest: what has to be decoded is a tenth of that."""
+    few, many = ({"engine": {"max_num_seqs": rows}} for rows in (256, 4096))
+    work = {"rollouts": {"groups_per_step": 256, "group_size": 16, "max_new_tokens": 1024}}
+    seconds = []
+    for engine in (few, many):
+        plan = make_plan(recipe(**engine, **work), Hardware("h200"), mean_new_tokens=mean)
+        lengths = np.full(256, mean) if mean == 1024 else np.array([1024] + [96] * 255)  # of each group
+        load = Load(256, 128, 16, mean, plan.setup.config.engine.max_num_seqs, np.repeat(lengths, 16))
+        cost = network_cost(plan.setup.model, plan.setup.dtype)
+        read = read_context(128, mean, 16)
+        step = decode_cost(cost, 24, plan.setup.model.shape.vocab_size, load.rows, read, plan.rates).times(load.steps)
+        prompts = prompt_cost(cost, 24, 256, 128, plan.setup.config.engine.max_num_batched_tokens, plan.rates)
+        expected = (step + prompts).seconds(plan.rates.generation)
+        assert plan.time.seconds_of("generation") == pytest.approx(expected, rel=0.01)
+        seconds.append(expected)
+    assert seconds[0] > seconds[1]
+
+
+def test_a_single_token_of_an_attempt_comes_with_its_prompt() -> None:
+    one, two = (plan_of(HALF, "h200", rollouts={"max_new_tokens": tokens}) for tokens in (1, 2))
+    assert 0 < one.time.seconds_of("generation") < two.time.seconds_of("generation")
 
 
 def test_more_epochs_take_more_passes_and_more_mini_batches_more_updates() -> None:

@@ -28,6 +28,7 @@ from redline.lab.material.forced_lengths import ForcedLengths, LogNormalLengths
 from redline.lab.material.random_folders import as_path
 from redline.lab.measure.machine import Machine, device_name, free_memory, measure_machine
 from redline.lab.measure.pairs import interleave
+from redline.lab.measure.roofline import NOT_KNOWN
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.lab.plan.devices import CPU_PRICE, find_device
 from redline.launch.process import prepare_process
@@ -92,7 +93,10 @@ def sampling_cost(stages: Stages, config: Config) -> NetworkCost:
 
 
 def sampling_flops(cost: NetworkCost, groups: Sequence[TrajectoryGroup]) -> float:
-    """Products of every prompt once and of every sampled token; what attention adds is little at such lengths."""
+    """Products of every prompt once and of every sampled token; what attention adds is little at such lengths. 0 where it
+    cannot be told how many experts a token goes to."""
+    if not cost.is_known:
+        return 0.0
     prompt_tokens = sum(int((~group.trajectories[0].loss_mask).sum()) for group in groups)
     new_tokens = sum(t.num_completion_tokens for group in groups for t in group.trajectories)
     return cost.product_flops(prompt_tokens + new_tokens, new_tokens)
@@ -293,9 +297,9 @@ def _results(rounds: Sequence[Mapping[str, E2ERun]], lag: int, price: float, mac
 def work_result(
     name: str, seconds: Sequence[float], flops: Sequence[float], machine: Machine, peer: PeerFigure | None = None
 ) -> Result:
-    """Seconds of a step that a side is at work, and the least that its products take."""
-    least = statistics.median(flops) / machine.flops
-    bound = Bound(least, f"{statistics.median(flops) / 1e12:.3g} TFLOP of products; {machine.how}")
+    """Seconds of a step that a side is at work, and the least that its products take; no bound where these are not known."""
+    least = statistics.median(flops) / machine.flops if all(flops) else 0.0
+    bound = Bound(least, f"{statistics.median(flops) / 1e12:.3g} TFLOP of products; {machine.how}") if least else NOT_KNOWN
     return Result(name, statistics.median(seconds), "s", seconds, bound, peer, larger_is_better=False)
 
 
@@ -318,7 +322,7 @@ def sample_results(
             dollars(own),
             "$",
             [dollars(each) for each in per_s],
-            Bound(dollars(bound.value), why),
+            Bound(dollars(bound.value) if bound.value else 0.0, why),
             of_a_million,
             larger_is_better=False,
             details={"price_per_hour": price},

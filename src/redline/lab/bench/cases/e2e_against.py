@@ -64,8 +64,8 @@ class SteppedRun:
 
     @property
     def least_step_s(self) -> float:
-        """In lockstep one begins when the other has ended."""
-        return self.least_rollouts_s + self.least_trainer_s
+        """In lockstep one begins when the other has ended; 0 where what sampling takes is not known."""
+        return self.least_rollouts_s + self.least_trainer_s if self.least_rollouts_s else 0.0
 
 
 Rounds = Sequence[Mapping[str, SteppedRun]]
@@ -99,9 +99,15 @@ class OwnSide:
             rollouts_s=sum(ns for name, ns in spent.items() if name.partition(".")[0] in ("rollouts", "engine")) / 1e9,
             reward=statistics.fmean(own[0].reward for own in done.attempts),
             mean_tokens=statistics.fmean(sum(t.num_completion_tokens for t in own) for own in done.attempts),
-            least_rollouts_s=generation_seconds(self._cost, load_of(done.groups, self._engine), self._machine),
+            least_rollouts_s=self._least_rollouts_s(done.groups),
             least_trainer_s=done.report.flops / self._machine.flops,
         )
+
+    def _least_rollouts_s(self, groups: Sequence[TrajectoryGroup]) -> float:
+        """0 where it cannot be told how many experts a token goes to."""
+        if not self._cost.is_known:
+            return 0.0
+        return generation_seconds(self._cost, load_of(groups, self._engine), self._machine)
 
 
 def load_of(groups: Sequence[TrajectoryGroup], engine: EngineConfig) -> Load:
@@ -189,7 +195,7 @@ def _results(rounds: Rounds, settings: E2ESettings, machine: Machine) -> list[Re
     attempts = settings.groups_per_step * settings.group_size
     per_s = [attempts / row[OURS].step_s for row in rounds]
     theirs = _peer(rounds, lambda run: attempts / run.step_s, larger_is_better=True)
-    samples = sample_results("", per_s, Bound(attempts / step.bound.value, both), price_of(settings), theirs)
+    samples = sample_results("", per_s, Bound(step.bound.rate_of(attempts), both), price_of(settings), theirs)
     return [
         replace(step, samples=[{name: asdict(run) for name, run in row.items()} for row in rounds]),
         _part("rollouts", rounds, lambda run: run.rollouts_s, lambda run: run.least_rollouts_s, sampling),

@@ -169,10 +169,10 @@ def measure(settings: TrainerSettings, console: Console) -> Measured:
     least = roofline.training_bound(cost, load, machine, settings.trainer.epochs)
     opponents: list[str | None] = [*contest.peers] or [None]
     beside = "transformers" if "transformers" in contest.peers else opponents[0]
-    fastest = Bound(load.sampled_tokens / least.value, f"{load.sampled_tokens:,} tokens of a step / seconds, {least.why}")
+    fastest = Bound(least.rate_of(load.sampled_tokens), f"{load.sampled_tokens:,} tokens of a step / seconds, {least.why}")
     results = [
         *(_throughput(rounds, opponent, fastest) for opponent in opponents),
-        _mfu(rounds, beside, fastest),
+        *([_mfu(rounds, beside, fastest)] if fastest.value else []),
         _phases(rounds, beside, least),
         _memory(contest, roofline.training_memory_bound(contest.sides[OURS].weight_bytes, trained_size_of(decoder))),
     ]
