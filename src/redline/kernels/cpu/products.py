@@ -31,24 +31,28 @@ def products() -> Products | None:
 
 
 class Products:
+    """Those of one dtype."""
+
+    dtype = torch.float32
+
     def __init__(self, compiled: object) -> None:
         self._product = compiled.product  # type: ignore[attr-defined]
         self._product.argtypes = [*[c_void_p] * 4, *[c_long] * 3, c_int]
         self.address = cast(self._product, c_void_p).value
         """The address of the function, for other C."""
 
-    @staticmethod
-    def serves(weight_OI: Tensor) -> bool:
+    @classmethod
+    def serves(cls, weight_OI: Tensor) -> bool:
         """Whether it takes such a weight."""
-        return weight_OI.dtype is torch.float32 and weight_OI.shape[1] % LINE == 0 and weight_OI.is_contiguous()
+        return weight_OI.dtype is cls.dtype and weight_OI.shape[1] % LINE == 0 and weight_OI.is_contiguous()
 
     def product(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """`F.linear` without a gradient, all in float32, of a weight that it `serves`."""
+        """`F.linear` without a gradient, all in `dtype`, of a weight that it `serves`."""
         num_rows, size = x_TI.shape
         assert self.serves(weight_OI)
-        assert x_TI.dtype is torch.float32
+        assert x_TI.dtype is self.dtype
         assert weight_OI.shape[1] == size
-        assert bias_O is None or (bias_O.dtype is torch.float32 and bias_O.is_contiguous())
+        assert bias_O is None or (bias_O.dtype is self.dtype and bias_O.is_contiguous())
         x_TI, out_TO = x_TI.contiguous(), x_TI.new_empty(num_rows, len(weight_OI))
         bias = None if bias_O is None else bias_O.data_ptr()
         pointers = (x_TI.data_ptr(), weight_OI.data_ptr(), bias, out_TO.data_ptr())

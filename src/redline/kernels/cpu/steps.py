@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.compiled import DTYPES, library
-from redline.kernels.cpu.matrix_products import MatrixProducts
 from redline.kernels.cpu.products import Products
 from redline.kernels.cpu.quantized import QuantizedProducts
 
@@ -108,7 +107,7 @@ class Steps:
 
     def hidden(
         self,
-        products: Products | MatrixProducts | QuantizedProducts,
+        products: Products | QuantizedProducts,
         layers: Sequence[Layer],
         norm_E: Tensor,
         x_TE: Tensor,

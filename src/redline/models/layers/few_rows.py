@@ -36,7 +36,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def products_of(weight_OI: Tensor) -> Products | MatrixProducts | None:
+def products_of(weight_OI: Tensor) -> Products | None:
     """What of our own multiplies few rows by a weight on this CPU; None where torch does."""
     if Products.serves(weight_OI):
         return products()

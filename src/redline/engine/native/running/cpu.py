@@ -84,7 +84,7 @@ class CpuRunner(Runner):
         sizes = spec.num_heads, spec.intermediate_size
         return self._steps.hidden(own, layers, self._network.norm, x_TE, attend.places, self._rotary, spec.norm_eps, sizes)
 
-    def _products(self, dtype: torch.dtype) -> Products | MatrixProducts | QuantizedProducts | None:
+    def _products(self, dtype: torch.dtype) -> Products | QuantizedProducts | None:
         """What multiplies by the weights of `_parts`."""
         head = self._network.head
         if dtype is torch.float32:
