@@ -73,6 +73,7 @@ static void begin(void) {
     } shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.lines[i] = SIDE;
     _tile_loadconfig(&shape);
+    __asm__ volatile("" ::: "memory");  // gcc does not know that what follows reads memory
 }
 static void end(void) { _tile_release(); }
 #define CLEAR(to) _tile_zero(to)
