@@ -33,8 +33,8 @@ def test_the_trainer_is_measured_beside_transformers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_largest_micro_batch_keeps_to_the_limit(tmp_path: Path) -> None:
     limits = ("limit_bytes=40_000_000", "first_tokens=1024", "tolerance=0.5", "peers=none")
-    tokens, filled, plan = document_of(tmp_path, "memory", "tokens=64", *limits)["results"]
+    tokens, filled = document_of(tmp_path, "memory", "tokens=64", *limits)["results"]  # the trainer plans for GPUs alone
     assert tokens["value"] >= 1024
     assert filled["value"] <= 40_000_000
     assert [try_["fits"] for try_ in tokens["samples"]].count(False) >= 1
-    assert sum(filled["parts"].values()) == filled["value"] == plan["bound"]["value"]
+    assert sum(filled["parts"].values()) == filled["value"]

@@ -215,7 +215,7 @@ void product(
 #pragma omp for schedule(static)
         for (long i = 0; i < pairs * parts; i++) lay_out(&p, x, i / parts, i % parts);
         begin();
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (long block = 0; block < blocks; block++) {
             float sums[TALL][TALL] __attribute__((aligned(64)));
             const long o = (block + 1) * TALL <= O ? block * TALL : O - TALL;
