@@ -10,7 +10,6 @@ from typing import Any
 
 from redline.environments.driver import Episode, about_tokens
 from redline.errors import RedlineError, boundary
-from redline.lab.environments.alike import alike
 from redline.lab.environments.made import Made
 from redline.lab.environments.prompts import prompts
 from redline.lab.environments.snapshots import snapshot_problems
@@ -19,6 +18,7 @@ from redline.lab.environments.trials import Plan, Trial, Trials, limited, plain,
 from redline.lab.evidence.statistics import percentiles
 from redline.rollouts.episodes.scores import scores_of_roles
 from redline.rollouts.rewards.parts import reward_parts
+from redline.rollouts.tasks.alike import alike
 from redline.types import Task
 
 HOLD_S = 0.25

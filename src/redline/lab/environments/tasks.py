@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from redline.errors import boundary
-from redline.lab.environments.alike import alike, digest, question
 from redline.lab.environments.made import Made
 from redline.lab.environments.trials import Plan, limited, said
 from redline.ports import TaskSource
+from redline.rollouts.tasks.alike import alike, digest, question
 from redline.rollouts.tasks.checks import check_task
 from redline.types import Task
 
