@@ -21,6 +21,7 @@ from redline.telemetry.summary.phases import TRAINER_PARTS, EngineParts, part_se
 from redline.telemetry.summary.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
 from redline.types import StepReport, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
 from redline.watch.outputs import Outputs
+from redline.watch.part_names import PartNames
 from redline.watch.watched import Watched
 
 NUM_GROUPS_SHOWN = 2
@@ -66,6 +67,7 @@ class StepRows:
         self._groups: list[TrajectoryGroup] = []
         self._num_taken_over = 0
         """The first of these groups: an earlier process made them."""
+        self._part_names = PartNames()
         self._reward = math.nan
         """The mean of the groups that arrived last."""
         self.failures = FailureTally()
@@ -103,7 +105,8 @@ class StepRows:
 
     def _tell(self, step: FinishedStep, metrics: Mapping[str, float], made_here: FailureTally) -> None:
         outputs, version = self._outputs, step.update.version
-        for sentence in self._stages.news():
+        differing = self._part_names.news(step.groups)
+        for sentence in (*self._stages.news(), *([differing] if differing else [])):
             outputs.progress.note(sentence)
         delayed = self._delays.mark() if self._delays else {}
         outputs.listeners.step(self._log.append(version, {**metrics, **_reason(step.groups), **delayed}))

@@ -228,9 +228,7 @@ def _score_notes(episode: Episode, trials: Trials) -> Iterator[str]:
     score = episode.score
     if episode.error is not None or not episode.exchanges:
         return
-    if isinstance(score, Mapping) and not score:
-        yield "play returned {}, a reward without parts: it counts as 0"
-    elif any(episode.roles) and not (isinstance(score, Mapping) and any(role in score for role in episode.roles)):
+    if any(episode.roles) and not (isinstance(score, Mapping) and any(role in score for role in episode.roles)):
         yield f"roles spoke ({', '.join(episode.roles)}), and the score is not by role: all roles get the same score"
     elif any(episode.roles):
         spoken = {role for one in trials.episodes for role in one.roles}

@@ -423,11 +423,15 @@ class NoParts(Guess):
     [
         ("ScoresAnother", "play returned a score for format, and no such role spoke in any attempt: it is left out"),
         ("SameForAll", "roles spoke (white), and the score is not by role: all roles get the same score"),
-        ("NoParts", "play returned {}, a reward without parts: it counts as 0"),
     ],
 )
 def test_scores_that_are_odd_are_noted(name: str, note: str) -> None:
     assert note in check(Made(f"{HERE}:{name}", {}, 0), Plan(1), lambda text: None).notes
+
+
+def test_a_reward_without_parts_is_a_problem() -> None:
+    problems = check(Made(f"{HERE}:NoParts", {}, 0), Plan(1), lambda text: None).problems
+    assert "play returned {}, a reward without parts" in problems
 
 
 def test_the_exit_code_is_what_was_found_when_nobody_reads_the_whole_output() -> None:
