@@ -14,6 +14,7 @@ from redline.cli import env
 from redline.cli.evaluate import eval
 from redline.cli.explain import doctor, keys, simulate, tune
 from redline.cli.export import export
+from redline.cli.keys_as_options import command_class
 from redline.cli.look import dash, repair, report, show
 from redline.cli.measure import bench, compare, perf, plan, profile
 from redline.cli.run import join, serve, train
@@ -46,7 +47,7 @@ VERBS = {
 
 for purpose, verbs in VERBS.items():
     for verb in verbs:
-        app.command(rich_help_panel=purpose)(verb)
+        app.command(rich_help_panel=purpose, cls=command_class(verb))(verb)
 app.add_typer(env.app, name="env", rich_help_panel="Environments")
 
 _GO_ON = "then go on: redline train RUN --resume, or the same redline tune again"
