@@ -113,6 +113,9 @@ def test_a_comparison_of_recipes_without_time_measures_nothing_and_says_so(tmp_p
     arguments = ("--b", "trainer.max_tokens_per_micro_batch=256", "--max-minutes", "0", "--json")
     done = redline("compare", recipe, recipe, *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
+    assert (
+        "trainer.max_tokens_per_micro_batch=256: one pair to warm up, 8 pairs of A with itself" in done.stderr.splitlines()[0]
+    )
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["case"] == "compare"
     assert document["identity"]["config"]["b_overrides"] == ["trainer.max_tokens_per_micro_batch=256"]

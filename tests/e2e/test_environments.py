@@ -89,6 +89,18 @@ def test_in_lockstep_a_run_of_several_turns_trains_and_repeats_itself(tmp_path: 
     assert any(row["trainer/grad_norm"] > 0 for row in written)
 
 
+def test_a_run_whose_attempts_all_fill_the_context_says_so_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, run={"steps": 1}, rollouts={"evaluation": {"num_tasks": 0}}, engine={"max_model_len": 200})
+    (tmp_path / "rounds_of_letters.py").write_text(LETTERS.replace("for _ in range(self.rounds):", "while True:"))
+    redline.train(recipe)
+    told = capsys.readouterr().err
+    assert "scored alike (mean reward 0.000), and all of them ended at a budget" in told
+    assert "the budget: a conversation has at most 200 tokens, the model's context" in told
+    assert "rollouts.environment.max_turns" in told
+
+
 def test_replies_that_the_environment_ends_are_trained_on_up_to_there(tmp_path: Path) -> None:
     """Of the tiny model, whose tokens are bytes, six letters are some seven tokens."""
     environment = {"name": "rounds_of_letters:Letters", "folder": str(tmp_path), "params": {"until": 6}}

@@ -345,7 +345,10 @@ def test_resuming_with_another_recipe_is_refused(copied: Path, override: str) ->
     done = redline("train", only_run(copied).path, override, "--resume", cwd=copied)
     assert done.returncode == 2
     assert f"cannot take {override}" in done.stderr
-    assert "run.steps=N may be given" in done.stderr.partition("\n\nhint: ")[2]
+    hint = done.stderr.partition("\n\nhint: ")[2]
+    assert "run.steps=N may be given" in hint
+    folder = only_run(copied).path
+    assert f"these weights: redline train {folder}/config.json model.path={folder} {override}\n" in hint
     assert content(only_run(copied)) == before
 
 

@@ -81,11 +81,17 @@ def _checked(recipe: Recipe, overrides: Mapping[str, Any], resume: bool) -> Chec
     path = Path(recipe).expanduser()
     if resume:
         return start.continued_run(path, given, lambda text: print(text, file=sys.stderr))
+    if (path / "config.json").is_file():
+        new = f'redline.train("{path / "config.json"}") starts a new run like it'
+        raise ConfigError(f"{path}: a run folder, not a recipe", f"to continue the run, pass resume=True; {new}")
     return start.new_run(load_recipe(path, given))
 
 
 def _override(key: str, value: Any) -> str:
     """Write a value as the command line would, so that it is read and checked the same way: JSON is YAML."""
+    if "." not in str(key) and isinstance(value, Mapping) and value:
+        name, inner = next(iter(value.items()))
+        raise ConfigError(f"overrides: {key!r} is a section", f"overrides are dotted: {{'{key}.{name}': {inner!r}}}")
     try:
         return f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}"
     except (TypeError, ValueError) as error:

@@ -14,6 +14,7 @@ from redline.cli import env
 from redline.cli.evaluate import eval
 from redline.cli.explain import doctor, keys, simulate, tune
 from redline.cli.export import export
+from redline.cli.keys_as_options import command_class
 from redline.cli.look import dash, repair, report, show
 from redline.cli.measure import bench, compare, perf, plan, profile
 from redline.cli.run import join, serve, train
@@ -46,15 +47,16 @@ VERBS = {
 
 for purpose, verbs in VERBS.items():
     for verb in verbs:
-        app.command(rich_help_panel=purpose)(verb)
+        app.command(rich_help_panel=purpose, cls=command_class(verb))(verb)
 app.add_typer(env.app, name="env", rich_help_panel="Environments")
 
 _GO_ON = "then go on: redline train RUN --resume, or the same redline tune again"
+"""Where no run says which it is, as `saying_how_to_continue` has it do."""
 _DISK_ERRORS = {
-    errno.ENOSPC: ("the disk is full", f"free some space, {_GO_ON}"),
-    errno.EDQUOT: ("your share of the disk is used up", f"free some space, {_GO_ON}"),
-    errno.EFBIG: ("a file may not become that large here", f"raise the limit (ulimit -f), {_GO_ON}"),
-    errno.EIO: ("the disk does not read or write", f"look at the disk, {_GO_ON}"),
+    errno.ENOSPC: ("the disk is full", "free some space, {go_on}"),
+    errno.EDQUOT: ("your share of the disk is used up", "free some space, {go_on}"),
+    errno.EFBIG: ("a file may not become that large here", "raise the limit (ulimit -f), {go_on}"),
+    errno.EIO: ("the disk does not read or write", "look at the disk, {go_on}"),
     errno.EROFS: ("the disk is read-only", "give a folder on another disk"),
     errno.EACCES: ("no permission", "give a folder that you may write to, or change its permissions"),
 }
@@ -70,7 +72,8 @@ def main() -> None:
         if error.errno not in _DISK_ERRORS:
             raise
         what, hint = _DISK_ERRORS[error.errno]
-        _fail(f"error: {what}: {error}\n\nhint: {hint}")
+        go_on = next(iter(getattr(error, "__notes__", ())), _GO_ON)
+        _fail(f"error: {what}: {error}\n\nhint: {hint.format(go_on=go_on)}")
 
 
 def _fail(message: str) -> NoReturn:

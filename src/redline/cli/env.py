@@ -28,6 +28,14 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="An environment of `re
 Params = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="A parameter of the environment, as in its `params`.")
 ]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="A parameter of the environment, as in its `params`; behind a recipe also SECTION.KEY=VALUE, which replaces a"
+        " value of it.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; everything else goes to stderr.")]
 
 
@@ -48,7 +56,7 @@ def list_(as_json: AsJson = False) -> None:
 @app.command()
 def check(
     name: Name,
-    params: Params = None,
+    params: Words = None,
     tasks: Annotated[int, typer.Option(help="How many training tasks to play.", min=1)] = 3,
     say: Annotated[
         list[str] | None,
@@ -70,14 +78,14 @@ def check(
 
     from redline.lab.environments.check import check as look_at
     from redline.lab.environments.check_table import render
-    from redline.lab.environments.made import Made, read_params, seed_of
+    from redline.lab.environments.made import named
     from redline.lab.environments.trials import Plan
     from redline.runs.told import printable
     from redline.telemetry.console.tables import log_console, results_console
     from redline.telemetry.console.unread_output import dropping_unread_output
 
     log = log_console()
-    made = Made(name, read_params(params or []), seed_of(name, seed))
+    made = named(name, params or [], seed)
     try:
         report = look_at(
             made,
@@ -98,7 +106,7 @@ def check(
 @app.command()
 def play(
     name: Name,
-    params: Params = None,
+    params: Words = None,
     task: Annotated[int, typer.Option(help="Which training task to play, counted from 0.", min=0)] = 0,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="A model plays: a run folder, a Hugging Face folder, a built-in, ….")
@@ -123,13 +131,12 @@ def play(
 
     A line that you type is a reply; lines of a pipe are replies in turn. Exit code 1: the attempt ended without a reward.
     """
-    from redline.lab.environments.made import Made, read_params, recipe_of, seed_of
+    from redline.lab.environments.made import named
     from redline.lab.environments.play import play as play_one
     from redline.runs.told import printable
 
-    recipe, seed = recipe_of(name), seed_of(name, seed)
-    made = Made(name, read_params(params or []), seed)
-    player = _player(PlayerChoice(model, url, served_model_name, api_key_env), temperature, max_tokens, seed, recipe)
+    made = named(name, params or [], seed)
+    player = _player(PlayerChoice(model, url, served_model_name, api_key_env), temperature, max_tokens, made.seed, made.recipe)
     try:
         played = play_one(made, task, player, lambda text: typer.echo(printable(text), err=as_json), None)
     except KeyboardInterrupt:

@@ -285,7 +285,8 @@ A value on the command line is YAML, except where the key wants text: that is ta
 
 
 def recipe_page() -> str:
-    """The page docs/recipe.md: a table for each section of a recipe, and one for `redline serve`."""
+    """The page docs/recipe.md: a table for each section of a recipe, others for the kinds of one, and one for `redline
+    serve`."""
     return PAGE_HEAD + "".join(_page_sections())
 
 
@@ -296,5 +297,8 @@ def _page_sections() -> Iterator[str]:
     recipe, serve, *_ = groups()
     for section, field in Config.model_fields.items():
         own = [key for key in recipe.keys if key.name.startswith(f"{section}.")]
-        yield f"\n## {section}\n\n{field.description}\n\n{as_table(own)}"
+        yield f"\n## {section}\n\n{field.description}\n\n{as_table(key for key in own if not key.kind)}"
+        for kind in dict.fromkeys(key.kind for key in own if key.kind):
+            of_kind = [key.in_its_kind for key in own if key.kind == kind]
+            yield f"\n### {of_kind[0].name.rpartition('.')[0]} with `kind: {kind}`\n\n{as_table(of_kind)}"
     yield f"\n## redline serve\n\n`{serve.title}`.\n\n{as_table(serve.keys)}"

@@ -200,6 +200,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or len(parts) < 2 or not all(parts):
         near = [f"did you mean {section}.{override}?" for section in sections_with_key(key) if equals]
         near += [f"did you mean {ELSEWHERE[key]}={text}?"] if equals and key in ELSEWHERE else []
+        if key in Config.model_fields:
+            near = [f"{key} is a section; `redline keys {key}` lists its keys"]
         hint = near[0] if near else "for example run.steps=20"
         raise ConfigError(f"override {override!r} is not of the form section.key=value", hint)
     put(values, parts, _text(text, override, parts) if _is_text(parts) else _parsed(text, override), override)

@@ -65,6 +65,8 @@ def explain(problem: Mapping[str, Any], schema: type[BaseModel] = Config) -> Pro
     if kind == "missing":
         return Problem(f"{place.key}: required", meaning=place.meaning, hint=f"set {place.key}: {place.meaning}")
     reason, fix = _reason(problem)
+    if kind in ("model_type", "model_attributes_type") and (section := section_of(place.field)):
+        fix = _keys_of_section(place.key, section, problem["input"])
     if kind == "literal_error":
         fix = _did_you_mean(problem["input"], re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
     what = f"{place.key} = {spell(problem['input'])}: {reason}" if place.key else reason
@@ -144,6 +146,13 @@ def _unknown_key(place: Place) -> Problem:
     return Problem(f"{place.key}: unknown {'key' if parent else 'section'}", fix, hint=fix)
 
 
+def _keys_of_section(key: str, section: type[BaseModel], value: Any) -> str:
+    """What to write where a section was given a value."""
+    if (meant := _BARE_VALUES.get(key)) and isinstance(value, int) and value is not True:
+        return f"write {meant}={spell(value)}"
+    return f"put its keys under it: {', '.join(section.model_fields)}"
+
+
 def _wrong_kind(place: Place, problem: Mapping[str, Any]) -> Problem:
     """A section whose keys depend on its `kind` cannot be read any further without one."""
     kinds = list(kinds_of(place.field))
@@ -158,6 +167,11 @@ def _wrong_kind(place: Place, problem: Mapping[str, Any]) -> Problem:
     return Problem(f"{place.key}.kind = {tag!r}: no such kind", fix, hint=fix)
 
 
+_PATTERNS = {r"^[\w.]+:[\w.]+$": "names no class of a module; write module:Class, such as vowels:Vowels for vowels.py"}
+"""Reason and fix, where an expression would not say it."""
+_BARE_VALUES = {"trainer.lora": "trainer.lora.rank"}
+"""Sections that a bare value stands for something in: the key that it was meant for."""
+
 _REASONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "greater_than_equal": lambda ctx: f"must be at least {ctx['ge']}",
     "greater_than": lambda ctx: f"must be more than {ctx['gt']}",
@@ -165,7 +179,7 @@ _REASONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "less_than": lambda ctx: f"must be less than {ctx['lt']}",
     "finite_number": lambda ctx: "must be a finite number",
     "literal_error": lambda ctx: f"must be {ctx['expected']}",
-    "string_pattern_mismatch": lambda ctx: f"must match {ctx['pattern']}",
+    "string_pattern_mismatch": lambda ctx: _PATTERNS.get(ctx["pattern"], f"must match {ctx['pattern']}"),
     "string_type": lambda ctx: "must be text; put it in quotes",
     "path_type": lambda ctx: "must be text; put it in quotes",
     "model_type": lambda ctx: "must be a section; put its keys under it",

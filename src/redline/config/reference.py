@@ -37,6 +37,13 @@ class Key:
     """The string under the field, on one line."""
     entries: tuple[Key, ...] = ()
     """The names that a key may hold which is a mapping."""
+    kind: str = ""
+    """The `kind` of its section that has it; empty where the section has no kinds."""
+
+    @property
+    def in_its_kind(self) -> Key:
+        """The key without the words that say of which kind it is."""
+        return replace(self, meaning=self.meaning.removeprefix(_of_kind(self.kind)))
 
 
 def keys_of(schema: type[BaseModel], prefix: str = "", whole: Sequence[str] = ()) -> Iterator[Key]:
@@ -84,7 +91,11 @@ def _keys_of_kinds(prefix: str, kinds: dict[str, type[BaseModel]]) -> Iterator[K
     for kind, section in kinds.items():
         for key in keys_of(section, prefix):
             if key.name != f"{prefix}kind":
-                yield Key(key.name, key.type, key.default, f"`kind: {kind}`. {key.meaning}", key.entries)
+                yield replace(key, meaning=f"{_of_kind(kind)}{key.meaning}", kind=kind)
+
+
+def _of_kind(kind: str) -> str:
+    return f"`kind: {kind}`. "
 
 
 def _key(name: str, field: FieldInfo, *, off: bool = False) -> Key:

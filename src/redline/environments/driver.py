@@ -14,19 +14,26 @@ import asyncio
 import inspect
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from redline.errors import TaskError, boundary, for_a_future
+from redline.errors import CallError, boundary, for_a_future
 from redline.ports import Environment
 from redline.say_arguments import check_messages, check_role, check_until, checked_max_tokens, checked_stop, ends_reply
+from redline.telemetry.stalls.calls import suspended_frames
+from redline.telemetry.stalls.stacks import current_frames, users_place
 from redline.types import FinishReason, Message, ReplySoFar, Task, ToolCall, Turn, Until, VersionSpan
 
 BEAT_S = 0.005
 """How often the loop is asked whether something holds it up."""
+STILL_S = 5.0
+"""How often it is told that an attempt has not ended."""
+LOOKS = 20
+"""How often it is looked for the place of an attempt that others take turns with: at most moments the loop is elsewhere."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,10 +100,18 @@ class Episode:
 class Driver:
     """Plays attempts at tasks in an environment, one by one or many at once."""
 
-    def __init__(self, environment: Environment, watch: Callable[[Exchange], None] | None = None) -> None:
-        """`watch` is called after each turn, in the event loop."""
-        self._environment, self._watch = environment, watch
+    def __init__(
+        self,
+        environment: Environment,
+        watch: Callable[[Exchange], None] | None = None,
+        still: Callable[[Episode, float], None] = lambda episode, seconds: None,
+    ) -> None:
+        """`watch` is called after each turn, in the event loop; `still` every `STILL_S` seconds about an attempt that is waited
+        for, with the seconds so far."""
+        self._environment, self._watch, self._still = environment, watch, still
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        """Of the loop."""
         self.longest_hold_s = 0.0
         """The longest time for which one attempt kept the event loop from all others."""
 
@@ -108,14 +123,11 @@ class Driver:
         """Play several attempts at once: each is asked for its first turn before any gets a reply. Blocks until all have ended,
         for `limit_s` seconds at most."""
         loop, all_are_there = self._running(), asyncio.Event()
-        episodes = [Episode(task) for task, _ in attempts]
-        futures = [
-            asyncio.run_coroutine_threadsafe(self._played(episode, speak, all_are_there), loop)
-            for episode, (_, speak) in zip(episodes, attempts, strict=True)
-        ]
+        policies = [_RecordedPolicy(Episode(task), speak, self._watch) for task, speak in attempts]
+        futures = [asyncio.run_coroutine_threadsafe(self._played(policy, all_are_there), loop) for policy in policies]
         loop.call_soon_threadsafe(all_are_there.set)
         began = time.perf_counter()
-        return [self._ended(episode, future, began, limit_s) for episode, future in zip(episodes, futures, strict=True)]
+        return [self._ended(policy, future, began, limit_s) for policy, future in zip(policies, futures, strict=True)]
 
     def close(self) -> None:
         """End the event loop. Does not block."""
@@ -123,20 +135,28 @@ class Driver:
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
-    def _ended(self, episode: Episode, future: Future[None], began: float, limit_s: float | None) -> Episode:
-        left_s = None if limit_s is None else max(0.0, began + limit_s - time.perf_counter())
-        try:
-            future.result(left_s)
-        except TimeoutError:
+    def _ended(self, policy: _RecordedPolicy, future: Future[None], began: float, limit_s: float | None) -> Episode:
+        episode = policy.episode
+        while True:
+            passed_s = time.perf_counter() - began
+            left_s = STILL_S if limit_s is None else max(0.0, min(STILL_S, limit_s - passed_s))
+            try:
+                future.result(left_s)
+                return episode
+            except TimeoutError:
+                passed_s = time.perf_counter() - began
+                if limit_s is None or passed_s < limit_s:
+                    self._still(episode, passed_s)
+                    continue
+            where = policy.place(self._thread)
             future.cancel()
             self._loop = None  # it may be blocked for ever
-            late = TaskError(f"did not end within {limit_s:g} s", "give it more time, or find what it waits for")
-            return Episode(episode.task, list(episode.exchanges), error=late, seconds=limit_s or 0.0)
-        return episode
+            late = CallError(f"did not end within {limit_s:g} s", "give it more time, or find what it waits for", where)
+            return Episode(episode.task, list(episode.exchanges), error=late, seconds=limit_s)
 
-    async def _played(self, episode: Episode, speak: Speaker, begin: asyncio.Event) -> None:
+    async def _played(self, policy: _RecordedPolicy, begin: asyncio.Event) -> None:
         await begin.wait()
-        policy = _RecordedPolicy(episode, speak, self._watch)
+        episode, policy.since, policy.task = policy.episode, time.perf_counter(), asyncio.current_task()
         began = time.perf_counter()
         with boundary() as caught:
             episode.score = await _result(self._environment, episode.task.own_copy(), policy)
@@ -146,7 +166,8 @@ class Driver:
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._run, args=(self._loop,), name="environments", daemon=True).start()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="environments", daemon=True)
+            self._thread.start()
         return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -188,17 +209,36 @@ async def _result(environment: Environment, task: Task, policy: _RecordedPolicy)
             value = environment.play(task, blocking)  # type: ignore[arg-type] # `say` is not async there
         loop.call_soon_threadsafe(end, value, caught.error)
 
-    threading.Thread(target=call, name="environment", daemon=True).start()
+    policy.thread = threading.Thread(target=call, name="environment", daemon=True)
+    policy.thread.start()
     value = await future
     return await value if inspect.isawaitable(value) else value
+
+
+def _place_of(thread: threading.Thread | None) -> str:
+    frame = current_frames().get(thread.ident or 0) if thread else None
+    return users_place(traceback.extract_stack(frame)) if frame else ""
 
 
 class _RecordedPolicy:
     """The policy of one attempt. Implements `ports.Policy`."""
 
     def __init__(self, episode: Episode, speak: Speaker, watch: Callable[[Exchange], None] | None) -> None:
-        self._episode, self._speak, self._watch = episode, speak, watch
+        self.episode, self._speak, self._watch = episode, speak, watch
         self.since = time.perf_counter()
+        self.task: asyncio.Task[Any] | None = None
+        self.thread: threading.Thread | None = None
+        """Of a `play` that is not `async`."""
+
+    def place(self, loop: threading.Thread | None) -> str:
+        """The place in the user's code where the attempt is; empty where that cannot be told. `loop` is the thread of the event
+        loop, which an attempt that awaits nothing keeps to itself. Blocks for a moment."""
+        for _ in range(LOOKS):
+            frames = suspended_frames(self.task.get_coro()) if self.task else ()
+            if found := users_place(traceback.StackSummary.extract(iter(frames))) or _place_of(self.thread or loop):
+                return found
+            time.sleep(0.01)
+        return ""
 
     async def say(
         self,
@@ -223,7 +263,7 @@ class _RecordedPolicy:
         turn = turn_of(cut(reply, until)) if isinstance(reply, Reply) else reply
         now = time.perf_counter()
         exchange = Exchange(asked, turn, asked_at - self.since, now - asked_at)
-        self._episode.exchanges.append(exchange)
+        self.episode.exchanges.append(exchange)
         self.since = now
         if self._watch is not None:
             self._watch(exchange)

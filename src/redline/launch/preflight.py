@@ -32,6 +32,7 @@ from redline.rollouts import Chat
 from redline.rollouts.history import history_notes
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards.parts import max_reward_workers
+from redline.rollouts.tasks.alike import digest, question
 from redline.rollouts.tasks.checks import held_out_tasks, training_task
 from redline.rollouts.tasks.files import FileTasks
 from redline.rollouts.user_code.jobs import UserFunction
@@ -41,7 +42,7 @@ from redline.telemetry.stalls.slow_calls import saying_what_hangs
 from redline.types import Failure, Task
 
 NUM_LOOKED_AT = 16
-"""Training tasks, and as many held-out ones, whose prompts are made."""
+"""Training tasks, and as many held-out ones, that are compared and whose prompts are made."""
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -101,12 +102,14 @@ def _check_inputs(config: Config, placement: Placement, *, trains: bool = True) 
         notes.append("the task source has no held-out tasks; nothing will be evaluated")
     with span("rollouts.setup"), saying_what_hangs():
         first = _first_tasks(config, tasks.source, notes) if trains else []
-    _check_that_they_travel(config, tasks, [*first, *tasks.held_out[:NUM_LOOKED_AT]])
+    held_out = tasks.held_out[:NUM_LOOKED_AT]
+    _check_that_they_travel(config, tasks, [*first, *held_out])
+    _compare_with_held_out(first, held_out, notes, plays=tasks.environment is not None)
     with span("models.load"):
         check_device(config.run.device)
         check_gpus_for_ranks(config)
         # An environment's tasks may be without messages: what it asks is then known when it plays.
-        asked = [task for task in [*first, *tasks.held_out[:NUM_LOOKED_AT]] if task.messages]
+        asked = [task for task in [*first, *held_out] if task.messages]
         _check_model(config, asked, notes)
         _check_reward_model(config)
     return Checked(placement, tasks, tuple(notes))
@@ -135,6 +138,18 @@ def _check_that_they_travel(config: Config, loaded: LoadedTasks, tasks: Sequence
             to_plain(task)
         except TaskError as error:
             raise TaskError(f"{key} = processes: task {task.id!r}: {error.message}", error.hint) from None
+
+
+def _compare_with_held_out(training: Sequence[Task], held_out: Sequence[Task], notes: list[str], *, plays: bool) -> None:
+    """Note how many held-out tasks ask what a training task asks. No error: some evaluate what they train on."""
+    # An environment may ask something else than the messages of its tasks, which its data then tell.
+    ask = question if plays else (lambda task: digest(task.messages))
+    known = {ask(task) for task in training}
+    if both := sum(ask(task) in known for task in held_out):
+        notes.append(
+            f"{both} of {len(held_out)} held-out tasks that were looked at are training tasks as well: their score says nothing"
+            " about new questions; let held_out(count) give tasks that train(index) never gives"
+        )
 
 
 def _unless_failed(outcome: Task | Failure) -> Task:

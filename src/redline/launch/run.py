@@ -69,6 +69,7 @@ def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, beg
             _say_what_begins(run, outputs, set_everything_aside(folder) if from_scratch else None)
             hosts = _other_hosts(config, outputs)
             stages, watch, profiler = _set_up(run, outputs, hosts, at_end, take_up if goes_on else None)
+            context = min(stages.engine.limits.max_len, stages.engine.limits.cache_tokens)
         try:
             with sparing_what_is_there(), _sampling(config, outputs, stages, hosts):
                 _take_steps(config, outputs, stages, watch, profiler)
@@ -76,7 +77,7 @@ def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, beg
             with span("run.close"):
                 stages.close()
             watch.close()
-    return summary(config, outputs, watch, stages.trainer.version)
+    return summary(config, outputs, watch, stages.trainer.version, context)
 
 
 def _say_what_begins(run: CheckedRun, outputs: Outputs, aside: Path | None) -> None:

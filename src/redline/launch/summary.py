@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from redline.config import Config
+from redline.launch.budgets import budget_remark
 from redline.telemetry import RunFolder
 from redline.telemetry.console.end_of_run import EndOfRun, end_of_run
 from redline.telemetry.files.metrics import MetricsLog
@@ -25,8 +26,9 @@ KINDS_SHOWN = 10
 """Kinds of failures, the most frequent."""
 
 
-def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int) -> dict[str, Any]:
-    """Show a person how a run of `version` steps went, and return the same as data."""
+def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int, context: int) -> dict[str, Any]:
+    """Show a person how a run of `version` steps went, and return the same as data. `context`: tokens of the longest sequence
+    that its engine takes."""
     folder, ledger, finished = outputs.folder, outputs.recorder.ledger(), watch.is_complete
     judged = verdicts(MetricsLog.read(folder.metrics), read_samples(folder.samples), config)
     learning = Learning(MetricsLog.read(folder.metrics), config.rollouts.group_size)
@@ -38,7 +40,7 @@ def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int) -> 
         finished=finished,
         held_out=held_out,
         samples=(watch.evaluations.samples[first], watch.evaluations.samples[last]) if first < last else None,
-        remarks=list(_remarks(config, folder, watch, learning)),
+        remarks=list(_remarks(config, folder, watch, learning, context)),
         model=str(folder.shown / folder.model.name) if finished and learning.why_not is None else None,
         targets=judged,
         ledger=ledger,
@@ -66,7 +68,7 @@ def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int) -> 
     }
 
 
-def _remarks(config: Config, folder: RunFolder, watch: RunWatch, learning: Learning) -> Iterator[str]:
+def _remarks(config: Config, folder: RunFolder, watch: RunWatch, learning: Learning, context: int) -> Iterator[str]:
     """What went wrong: attempts that failed, and steps or a whole run that moved no weights."""
     quiet, model = learning.steps_without_signal, folder.shown / folder.model.name
     patience = config.telemetry.alerts.not_learning
@@ -74,6 +76,8 @@ def _remarks(config: Config, folder: RunFolder, watch: RunWatch, learning: Learn
         yield f"{watch.rows.failures.sentence()}; see redline show {folder.shown} --failures"
     if learning.why_not is not None:
         yield f"nothing was learned: {learning.why_not}"
+        if learning.is_cut_short:
+            yield budget_remark(config.rollouts, context, learning)
         kept = "only decayed" if config.trainer.weight_decay else "are those that the run began with"
         if watch.is_complete:
             yield f"the weights in {model} {kept}; `redline show {folder.shown}` has the attempts and their rewards"

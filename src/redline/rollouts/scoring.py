@@ -92,8 +92,9 @@ class Scoring:
             return Failure("reward", "`score` was not called: the group was cancelled")
         score = sampled.attempt.end(turn)
         with boundary() as caught:
-            parts = reward_parts(score)
-            if self._reward_model is None:  # its part comes later, and may have a weight
+            # A reward model's part comes later: it may have a weight, and may be the only one.
+            parts = {} if self._reward_model and score == {} else reward_parts(score)
+            if self._reward_model is None:
                 total_reward(parts, self._config.reward_weights)
         return parts if caught.error is None else failure_of("reward", caught.error, self._score)
 

@@ -182,7 +182,7 @@ class ReplyReader:
 
     def __init__(self, format: CallFormat | PublishedFormat, tools: Tools, *, is_thinking: bool = False) -> None:
         self._format, self._tools, self._is_thinking = format, tools, is_thinking
-        self._functions = {function["name"]: function for function in (_function(tool)["function"] for tool in tools)}
+        self._functions = _by_name(tools)
         self._begin()
 
     def _begin(self) -> None:
@@ -227,6 +227,16 @@ class ReplyReader:
         except UnreadableError as error:
             return ReadReply(text, (), f"the call cannot be read: {error}")
         return ReadReply(thought + content, calls) if calls else ReadReply(text)
+
+
+def checked_call(call: RawCall, tools: Tools) -> ToolCall:
+    """The call with its arguments as the function's schema has them. Raises `UnreadableError` where there is no such function,
+    or its arguments are not what it takes."""
+    return _checked(call, _by_name(tools))
+
+
+def _by_name(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    return {function["name"]: function for function in (_function(tool)["function"] for tool in tools)}
 
 
 def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -25,6 +25,7 @@ _OF_STEPS = (
     "rollouts/groups_with_signal",
     "rollouts/reward_mean",
     "rollouts/reward_std",
+    "rollouts/truncated_fraction",
     "trainer/grad_norm",
     "trainer/learning_rate",
     "trainer/skipped",

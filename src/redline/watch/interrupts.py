@@ -54,15 +54,22 @@ class Interrupts:
 
 @contextmanager
 def saying_how_to_continue(folder: RunFolder) -> Iterator[None]:
-    """Print the command that continues the run when a second Ctrl-C, or one during the set-up, ends it at once. A run that
-    comes to a stop by itself says it in its summary."""
+    """Print the command that continues the run when a second Ctrl-C, or one during the set-up, ends it at once. What the disk
+    refuses gets it as a note. A run that comes to a stop by itself says it in its summary."""
     try:
         yield
     except KeyboardInterrupt:
         if folder.config.exists():
-            newest = next(iter(checkpoints(folder)), None)
-            where = f"after {newest.name}" if newest else "at its first step"
             Console(stderr=True, highlight=False).print(
-                f"stopped at once; continue {where} with: redline train {folder.shown} --resume", soft_wrap=True
+                f"stopped at once; continue {_where(folder)} with: redline train {folder.shown} --resume", soft_wrap=True
             )
         raise
+    except OSError as error:
+        if folder.config.exists():
+            error.add_note(f"then go on {_where(folder)} with: redline train {folder.shown} --resume")
+        raise
+
+
+def _where(folder: RunFolder) -> str:
+    newest = next(iter(checkpoints(folder)), None)
+    return f"after {newest.name}" if newest else "at its first step"

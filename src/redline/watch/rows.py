@@ -21,6 +21,7 @@ from redline.telemetry.summary.phases import TRAINER_PARTS, EngineParts, part_se
 from redline.telemetry.summary.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
 from redline.types import StepReport, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
 from redline.watch.outputs import Outputs
+from redline.watch.part_names import PartNames
 from redline.watch.watched import Watched
 
 NUM_GROUPS_SHOWN = 2
@@ -66,6 +67,7 @@ class StepRows:
         self._groups: list[TrajectoryGroup] = []
         self._num_taken_over = 0
         """The first of these groups: an earlier process made them."""
+        self._part_names = PartNames()
         self._reward = math.nan
         """The mean of the groups that arrived last."""
         self.failures = FailureTally()
@@ -103,7 +105,8 @@ class StepRows:
 
     def _tell(self, step: FinishedStep, metrics: Mapping[str, float], made_here: FailureTally) -> None:
         outputs, version = self._outputs, step.update.version
-        for sentence in self._stages.news():
+        differing = self._part_names.news(step.groups)
+        for sentence in (*self._stages.news(), *([differing] if differing else [])):
             outputs.progress.note(sentence)
         delayed = self._delays.mark() if self._delays else {}
         outputs.listeners.step(self._log.append(version, {**metrics, **_reason(step.groups), **delayed}))
@@ -113,7 +116,8 @@ class StepRows:
             if outputs.listeners.want_trajectories:
                 outputs.listeners.trajectories({"step": version, "samples": sampled(step.groups)})
         speed, seconds = metrics["engine/tokens_per_s"], metrics["run/step_s"]
-        outputs.progress.step(version, self._reward, speed, seconds, step_phases(metrics), made_here.share)
+        phases, reused = step_phases(metrics), self._num_taken_over
+        outputs.progress.step(version, self._reward, speed, seconds, phases, made_here.share, reused)
 
     def mark(self) -> None:
         """Begin a step here: time and tokens up to now belong to no step."""
@@ -166,12 +170,15 @@ def step_metrics(step: FinishedStep, peak_flops: float | None = None) -> dict[st
     sections = {section: ns / 1e9 for section, ns in by_section(step.span_ns).items()}
     phases = {phase: ns / 1e9 for phase, ns in by_phase(step.span_ns).items()}
     new_tokens = sum(t.num_completion_tokens for group in step.groups for t in group.trajectories)
+    sampled_here = new_tokens - step.taken_over_tokens
     generation_s = phases.get("generation", sum(phases.values()))
+    # Where all was sampled by an earlier process there is no speed, and 0 would be a lie.
+    has_speed = sampled_here or not step.taken_over_tokens
     batch = step.batch
     return {
         **attempt_metrics(step.groups),
         "engine/new_tokens": new_tokens,
-        "engine/tokens_per_s": (new_tokens - step.taken_over_tokens) / max(1e-9, generation_s),
+        "engine/tokens_per_s": sampled_here / max(1e-9, generation_s) if has_speed else math.nan,
         "buffer/policy_lag_steps": batch.lag,
         "buffer/policy_lag_p50_steps": median(batch.lags) if batch.lags else batch.lag,
         "buffer/policy_lag_max_steps": max(batch.lags, default=batch.lag),

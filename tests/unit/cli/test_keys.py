@@ -104,5 +104,13 @@ def test_every_key_says_what_it_does() -> None:
     assert silent == []
 
 
+def test_each_kind_of_a_section_has_a_table_of_its_own_on_the_page() -> None:
+    _, _, of_files = recipe_page().partition("### rollouts.task with `kind: file`\n")
+    table, _, _ = of_files.partition("\n#")
+    assert "| `rollouts.task.prompt_field` | text | `prompt` | Holds a string" in table
+    assert "rollouts.task.dataset" not in table
+    assert "kind:" not in table
+
+
 def test_the_page_is_what_the_schema_gives() -> None:
     assert (ROOT / "docs" / "recipe.md").read_text() == recipe_page(), "run: redline keys --markdown > docs/recipe.md"

@@ -326,12 +326,17 @@ def test_a_wrong_value_is_refused_with_the_key_the_value_the_rule_and_the_meanin
     assert len(hint) > len(f"change {key}: ")
 
 
+LORA_KEYS = "put its keys under it: rank, alpha, rslora, targets"
+
+
 @pytest.mark.parametrize(
     ("extra", "message", "hint"),
     [
         ("run: {device: cud}", "run.device = 'cud': must be 'auto', 'cpu' or 'cuda'", "did you mean cuda?"),
         ("run: {name: 2026}", "run.name = 2026: must be text", "put it in quotes"),
-        ("run: 3", "run = 3: must be a section", "put its keys under it"),
+        ("trainer: {lora: 8}", "trainer.lora = 8: must be a section", "write trainer.lora.rank=8"),
+        ("trainer: {lora: true}", "trainer.lora = true: must be a section", LORA_KEYS),
+        ("trainer: {lora: all}", "trainer.lora = 'all': must be a section", LORA_KEYS),
         ("trainer: {betas: 0.9}", "trainer.betas = 0.9: must be a list", "put its values in brackets: [a, b]"),
         ("telemetry: {sinks: wandb}", "telemetry.sinks = 'wandb': must be a list", "put its values in brackets: [a, b]"),
         ("    params:", "rollouts.task.params = null: must be a mapping", "write {} for an empty one"),
@@ -399,11 +404,21 @@ def test_a_missing_recipe_is_refused_with_the_nearest_name(tmp_path: Path) -> No
         load_recipe(tmp_path / "dmeo.yaml")
 
 
+@pytest.mark.parametrize("path", ["vowels", "vowels.Vowels", "tasks/vowels.py:Vowels"])
+def test_a_path_that_names_no_class_gets_the_way_to_write_it(tmp_path: Path, path: str) -> None:
+    base = f"model: {{path: builtin:tiny}}\nrollouts: {{task: {{kind: import, path: {path!r}}}}}\n"
+    assert refusal(tmp_path, base=base) == (
+        f"recipe.yaml: rollouts.task.path = {path!r}: names no class of a module",
+        "write module:Class, such as vowels:Vowels for vowels.py",
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
         ("steps=20", "did you mean run.steps=20?"),
         ("run.steps", "for example run.steps=20"),
+        ("rollouts=4", "rollouts is a section; `redline keys rollouts` lists its keys"),
         ("run.=20", "for example run.steps=20"),
         ("=20", "for example run.steps=20"),
     ],

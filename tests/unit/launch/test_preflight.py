@@ -218,6 +218,20 @@ def test_a_source_without_held_out_tasks_is_told_that_nothing_is_evaluated(recip
     assert notes[0] == "the task source has no held-out tasks; nothing will be evaluated"
 
 
+def test_held_out_tasks_that_are_training_tasks_are_told(recipes: Recipes) -> None:
+    notes = recipes.check(without("range(1000, 1000 + count)", "range(count)")).notes
+    assert notes[0] == (
+        "4 of 4 held-out tasks that were looked at are training tasks as well: their score says nothing about new questions;"
+        " let held_out(count) give tasks that train(index) never gives"
+    )
+
+
+def test_a_held_out_task_that_asks_the_same_under_another_id_is_told(recipes: Recipes) -> None:
+    source = without("return [task(index) for index in range(1000, 1000 + count)]", "return [again(0), *map(task, [50, 51])]")
+    source += "\ndef again(index):\n    return Task('another', task(index).messages, 'x', {'row': 7})\n"
+    assert recipes.check(source).notes[0].startswith("1 of 3 held-out tasks that were looked at are training tasks as well")
+
+
 def test_what_is_wrong_with_a_file_of_tasks_is_found(recipes: Recipes) -> None:
     rows = recipes.folder / "rows.jsonl"
     rows.write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer": "3"}\n')
@@ -277,6 +291,14 @@ def test_tasks_of_an_environment_that_do_not_fit_the_model_are_a_note(recipes: R
 def test_tasks_of_an_environment_without_messages_are_not_looked_at(recipes: Recipes) -> None:
     bare = PLAYED.replace('[{"role": "user", "content": f"{index} + 1?"}]', "[]")
     assert not any("prompts" in note or "tasks" in note for note in played(recipes, bare))
+
+
+def test_held_out_tasks_of_an_environment_are_told_apart_by_their_data(recipes: Recipes) -> None:
+    data = PLAYED.replace('[{"role": "user", "content": f"{index} + 1?"}], str(index + 1)', '[], data={"number": index}')
+    assert data != PLAYED
+    assert not any("training tasks as well" in note for note in played(recipes, data))
+    same = data.replace("range(1000, 1000 + count)", "range(count)")
+    assert any(note.startswith("4 of 4 held-out tasks") for note in played(recipes, same))
 
 
 def test_a_shorter_limit_of_the_engine_counts(recipes: Recipes) -> None:

@@ -105,6 +105,16 @@ def test_what_an_earlier_process_failed_at_does_not_stop_a_resumed_run(tmp_path:
     watching.step(attempts(0, 4))
 
 
+def test_a_step_whose_groups_an_earlier_process_sampled_has_no_speed(tmp_path: Path) -> None:
+    watching = Watching(tmp_path)
+    watching.watch.take_over([TrajectoryGroup("t", attempts(0, 4), np.zeros(4, dtype=np.float32))])
+    watching.step()
+    watching.step(attempts(0, 4))
+    reused, sampled = MetricsLog.read(watching.folder.metrics)
+    assert (reused["rollouts/groups"], reused["engine/tokens_per_s"]) == (1, None)
+    assert sampled["engine/tokens_per_s"] > 0
+
+
 def test_a_first_evaluation_that_only_fails_stops_the_run_and_a_later_one_does_not(tmp_path: Path) -> None:
     watching = Watching(tmp_path, attempts(4, 0))
     with recording(watching.recorder):

@@ -22,6 +22,7 @@ from support.watched_stages import FakeStages
 from redline.config import validate
 from redline.telemetry import Progress, Recorder, RunFolder
 from redline.telemetry.console.unread_output import dropping_unread_output
+from redline.watch.interrupts import saying_how_to_continue
 from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
@@ -41,6 +42,16 @@ def hang_up() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+def test_what_the_disk_refuses_names_the_run_that_goes_on_and_after_which_step(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    (folder.checkpoints / "step-000003").mkdir(parents=True)
+    folder.config.write_text("{}")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left") as caught, saying_how_to_continue(folder):
+        raise full
+    assert caught.value.__notes__ == [f"then go on after step-000003 with: redline train {folder.shown} --resume"]
 
 
 @pytest.mark.usefixtures("hang_up")

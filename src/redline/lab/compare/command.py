@@ -113,8 +113,20 @@ def compare(request: Request, console: Console) -> Report:
         raise ConfigError(f"--rounds {request.rounds}: each side is to be first as often as the other", "give an even number")
     if is_saved(request.a) and is_saved(request.b):
         return _compare_saved(request)
+    console.print(opening(request), style="dim", soft_wrap=True)
     with stopping_cleanly(), jobs(request.a, request.b, request.what) as (a, b):
         return _compare_runs(request, a, b, console)
+
+
+def opening(request: Request) -> str:
+    """What is about to be measured, and how long that may take: the first pair ends minutes later."""
+    wish, what = request.wish, request.what
+    a, b = " ".join([request.a, *what.a_overrides]), " ".join([request.b, *what.b_overrides])
+    return (
+        f"comparing A = {a} with B = {b}: one pair to warm up, {MIN_PAIRS} pairs of A with itself, then at most"
+        f" {wish.max_pairs} of A and B, for at most {wish.max_seconds / 60:g} minutes in all; fewer than {MIN_PAIRS} pairs of A"
+        " and B give no verdict"
+    )
 
 
 @contextlib.contextmanager
@@ -199,7 +211,8 @@ class _Session:
     def tell(self, experiment: Experiment, phase: Phase) -> None:
         pairs = experiment.against_itself if phase == "A/A" else experiment.pairs
         ratio = math.exp(pairs[-1].log_ratio(experiment.metric))
-        self._console.print(f"{phase} pair {len(pairs)}: {ratio:.3f}", style="dim", soft_wrap=True)
+        most = f"{MIN_PAIRS}" if phase == "A/A" else f"at most {experiment.wish.max_pairs}"
+        self._console.print(f"{phase} pair {len(pairs)} of {most}: {ratio:.3f}", style="dim", soft_wrap=True)
         if phase == "A/A" and len(pairs) == MIN_PAIRS:
             found = f"a pair of A with itself varies by {experiment.noise:.1%}"
             plan = f"{experiment.pairs_wanted:.0f} pairs for a difference of {experiment.wish.effect:.1%}"

@@ -6,11 +6,10 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from redline.environments.driver import Episode, about_tokens
 from redline.errors import RedlineError, boundary
-from redline.lab.environments.alike import alike
 from redline.lab.environments.made import Made
 from redline.lab.environments.prompts import prompts
 from redline.lab.environments.snapshots import snapshot_problems
@@ -19,7 +18,10 @@ from redline.lab.environments.trials import Plan, Trial, Trials, limited, plain,
 from redline.lab.evidence.statistics import percentiles
 from redline.rollouts.episodes.scores import scores_of_roles
 from redline.rollouts.rewards.parts import reward_parts
+from redline.rollouts.tasks.alike import alike
 from redline.types import Task
+
+Ended = TypeVar("Ended", Trial, Episode)
 
 HOLD_S = 0.25
 """An attempt that keeps the event loop for longer holds up every other attempt of a run."""
@@ -38,6 +40,8 @@ class Report:
     """What is worth knowing, and may be as it is meant."""
     passed: list[str] = field(default_factory=list)
     """What was looked at and is right."""
+    not_checked: list[str] = field(default_factory=list)
+    """What could not be looked at, because no attempt ended."""
     times_s: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Part of an attempt → percentiles of its seconds."""
     rewards: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -55,6 +59,7 @@ class Report:
             "problems": self.problems,
             "notes": self.notes,
             "passed": self.passed,
+            "not_checked": self.not_checked,
             "times_s": self.times_s,
             "rewards": self.rewards,
             "counts": self.counts,
@@ -113,11 +118,13 @@ def _changes(task: Task, before: Task | None) -> Iterator[str]:
 
 def _judge(report: Report, trials: Trials) -> None:
     _add(report, "no exceptions and no waiting for ever", _errors(trials))
-    _add(report, "the same attempt under the same seed", [text for trial in trials.trials for text in _again(trial)])
-    _add(report, "the same attempt beside others", [text for trial in trials.trials for text in _together(trial)])
-    _add(
-        report, "a reward of numbers for each role", sorted({text for one in trials.episodes for text in _score_problems(one)})
-    )
+    ended = [trial for trial in trials.trials if trial.alone.error is None]
+    again = [trial for trial in ended if trial.again.error is None]
+    together = [trial for trial in ended if trial.together is not None and trial.together.error is None]
+    scored = [one for one in trials.episodes if one.error is None]
+    _add_of(report, "the same attempt under the same seed", again, _again)
+    _add_of(report, "the same attempt beside others", together, _together)
+    _add_of(report, "a reward of numbers for each role", scored, _score_problems)
     report.notes += sorted({text for one in trials.episodes for text in _score_notes(one, trials)})
     stable, begun, broken = prompts(trials)
     report.counts |= {"turns_that_go_on": stable, "turns_that_begin_anew": begun}
@@ -148,13 +155,12 @@ def _errors(trials: Trials) -> list[str]:
 
 
 def _again(trial: Trial) -> Iterator[str]:
-    if trial.alone.error is None and trial.again.error is None:
-        yield from _difference(trial.name, "played again with the same seed and replies", trial.alone, trial.again)
+    yield from _difference(trial.name, "played again with the same seed and replies", trial.alone, trial.again)
 
 
 def _together(trial: Trial) -> Iterator[str]:
-    if trial.together is not None and trial.alone.error is None and trial.together.error is None:
-        yield from _difference(trial.name, "played beside other attempts", trial.alone, trial.together)
+    assert trial.together is not None, "one that was not played is not compared"
+    yield from _difference(trial.name, "played beside other attempts", trial.alone, trial.together)
 
 
 def _difference(name: str, how: str, one: Episode, other: Episode) -> Iterator[str]:
@@ -202,8 +208,6 @@ def scores_by_role(episode: Episode) -> Mapping[str, Any]:
 
 
 def _score_problems(episode: Episode) -> Iterator[str]:
-    if episode.error is not None:
-        return
     scores = scores_by_role(episode)
     by_role = scores is episode.score
     without = [role or "the role without a name" for role in episode.roles if by_role and role not in scores]
@@ -228,9 +232,7 @@ def _score_notes(episode: Episode, trials: Trials) -> Iterator[str]:
     score = episode.score
     if episode.error is not None or not episode.exchanges:
         return
-    if isinstance(score, Mapping) and not score:
-        yield "play returned {}, a reward without parts: it counts as 0"
-    elif any(episode.roles) and not (isinstance(score, Mapping) and any(role in score for role in episode.roles)):
+    if any(episode.roles) and not (isinstance(score, Mapping) and any(role in score for role in episode.roles)):
         yield f"roles spoke ({', '.join(episode.roles)}), and the score is not by role: all roles get the same score"
     elif any(episode.roles):
         spoken = {role for one in trials.episodes for role in one.roles}
@@ -290,6 +292,14 @@ def _note_missing_parts(report: Report, found: Mapping[str, Sequence[float]], nu
                 f"the reward part {part} is in {len(values)} of {num_scores} scores: with a weight in `reward_weights`,"
                 " an attempt without it fails; give it each time, as 0 where it was not earned"
             )
+
+
+def _add_of(report: Report, what: str, ended: Sequence[Ended], problems: Callable[[Ended], Iterator[str]]) -> None:
+    """Look for problems in what has ended, each of them once."""
+    if ended:
+        _add(report, what, list(dict.fromkeys(text for one in ended for text in problems(one))))
+    else:
+        report.not_checked.append(what)
 
 
 def _add(report: Report, what: str, problems: Sequence[str] | Iterator[str]) -> None:

@@ -16,6 +16,7 @@ from redline.telemetry.console.tables import Fitted
 def render(report: Report) -> Iterator[RenderableType]:
     """Sentences first, then figures."""
     yield from (Text(printable(f"ok     {text}")) for text in report.passed)
+    yield from (Text(printable(f"not checked: {text}; no attempt got that far")) for text in report.not_checked)
     yield from (Text(printable(f"note   {text}")) for text in report.notes)
     yield from (Text(printable(f"WRONG  {text}")) for text in report.problems)
     if report.times_s:

@@ -19,7 +19,6 @@ from redline.ports import Environment, Game, TaskSource
 from redline.rollouts import make_task_source
 
 RECIPES = (".yaml", ".yml")
-_IN_ITS_FILE = "leave it out; a key of the recipe is changed in its file"
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,11 +29,13 @@ class Made:
     """A name of `redline env list`, `module:Class`, or a recipe's file."""
     params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    overrides: Sequence[str] = ()
+    """`SECTION.KEY=VALUE` of a recipe."""
 
     @property
     def recipe(self) -> Config | None:
         """The recipe that it names; None where it names an environment."""
-        return recipe_of(self.name)
+        return recipe_of(self.name, self.overrides)
 
     def make(self) -> Environment:
         """A new environment, made as a run makes it. Raises RedlineError where that does not work."""
@@ -44,7 +45,8 @@ class Made:
         if config.rollouts.environment.name is None:
             assert config.rollouts.task is not None, "a recipe has tasks or an environment"
             if self.params:
-                raise ConfigError(f"{self.name} names no environment that takes {', '.join(self.params)}", _IN_ITS_FILE)
+                what = f"{self.name} names no environment that takes {', '.join(self.params)}"
+                raise ConfigError(what, "leave it out; a key of the recipe has its section in front: run.seed=3")
             return SingleTurn(make_task_source(config.rollouts.task, self.seed).score)  # type: ignore[arg-type]
         params = {**config.rollouts.environment.params, **self.params}
         return make_environment(config.rollouts.environment.model_copy(update={"params": params}), self.seed)
@@ -68,15 +70,24 @@ class Made:
         return environment  # type: ignore[return-value] # nobody asks it for `score`
 
 
-def recipe_of(name: str) -> Config | None:
-    """The recipe whose file `name` is; None where it is none. Raises ConfigError for one that is not there or is wrong."""
-    return load_recipe(Path(name)) if name.endswith(RECIPES) else None
+def named(name: str, words: Sequence[str], seed: int | None) -> Made:
+    """What a command line names. Behind a recipe, words with a section replace its values, as for every other verb; all others
+    are parameters of the environment. The seed is the one given, else that of the recipe, else 0. Raises ConfigError."""
+    overrides = [word for word in words if _is_override(word)] if name.endswith(RECIPES) else []
+    params = read_params([word for word in words if word not in overrides])
+    recipe = recipe_of(name, overrides)
+    return Made(name, params, seed if seed is not None else recipe.run.seed if recipe else 0, overrides)
 
 
-def seed_of(name: str, given: int | None) -> int:
-    """The seed that was given, else that of the recipe, else 0."""
-    recipe = recipe_of(name) if given is None else None
-    return given if given is not None else recipe.run.seed if recipe else 0
+def recipe_of(name: str, overrides: Sequence[str] = ()) -> Config | None:
+    """The recipe whose file `name` is, with its overrides; None where it is none. Raises ConfigError for one that is not there
+    or is wrong."""
+    return load_recipe(Path(name), overrides) if name.endswith(RECIPES) else None
+
+
+def _is_override(word: str) -> bool:
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "." in key and all(part.isidentifier() for part in key.split(".")[:2])
 
 
 def read_params(overrides: Sequence[str]) -> dict[str, Any]:
@@ -84,8 +95,11 @@ def read_params(overrides: Sequence[str]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        if equals and all(part.isidentifier() for part in key.split(".")[:2]) and "." in key:
-            raise ConfigError(f"{override!r}: parameters of the environment are given here, without a section", _IN_ITS_FILE)
+        if _is_override(override):
+            raise ConfigError(
+                f"{override!r}: parameters of the environment are given here, without a section",
+                "leave it out, or name a recipe in place of the environment",
+            )
         if not equals or not key.isidentifier():
             raise ConfigError(f"{override!r} is not of the form KEY=VALUE", "for example largest=100")
         params[key] = parse_yaml(text, repr(override))

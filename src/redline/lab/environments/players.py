@@ -10,7 +10,9 @@ from typing import Any, Protocol
 from redline.engine.adapters.json_client import JsonClient
 from redline.environments.driver import Asked, Reply, Speaker
 from redline.errors import EngineError, TaskError
-from redline.types import FinishReason, Message, Task, ToolCall
+from redline.rollouts.call_formats import UnreadableError
+from redline.rollouts.tool_calls import checked_call
+from redline.types import FinishReason, Message, Task
 
 CALL = "/call"
 HOW_TO_CALL = '/call NAME {"argument": value}'
@@ -60,7 +62,8 @@ class Person:
 
 
 def _called(line: str, asked: Asked) -> Reply:
-    """The call that a person has typed. Raises TaskError where there is no such tool, or its arguments cannot be read."""
+    """The call that a person has typed, read as a run reads a model's. Raises TaskError where there is no such tool, or its
+    arguments are not what it takes."""
     name, _, text = line.removeprefix(CALL).strip().partition(" ")
     known = [function_of(tool).get("name") for tool in asked.tools]
     if name not in known:
@@ -71,7 +74,10 @@ def _called(line: str, asked: Asked) -> Reply:
         raise TaskError(f"the arguments are no JSON: {error.msg}", f"write {HOW_TO_CALL}") from error
     if not isinstance(arguments, dict):
         raise TaskError("the arguments are no JSON object", f"write {HOW_TO_CALL}")
-    return Reply("", (ToolCall(name, arguments),))
+    try:
+        return Reply("", (checked_call((name, arguments), asked.tools),))
+    except UnreadableError as error:
+        raise TaskError(f"a run would not make this call: {error}", f"write {HOW_TO_CALL}") from error
 
 
 class Served:
@@ -95,7 +101,7 @@ class Served:
         body |= {"stop": list(asked.stop)} if asked.stop else {}
         body |= {"tools": list(asked.tools)} if asked.tools else {}
         answer = await asyncio.to_thread(self._client.post, "/chat/completions", body)
-        return _read_answer(answer)
+        return _read_answer(answer, asked.tools)
 
     def close(self) -> None:
         pass
@@ -108,7 +114,7 @@ def _first_model(client: JsonClient) -> str:
     return str(listed[0]["id"])
 
 
-def _read_answer(answer: Mapping[str, Any]) -> Reply:
+def _read_answer(answer: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Reply:
     try:
         choice = answer["choices"][0]
         message = choice["message"]
@@ -118,9 +124,10 @@ def _read_answer(answer: Mapping[str, Any]) -> Reply:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         try:
-            calls.append(ToolCall(str(function.get("name", "")), json.loads(function.get("arguments") or "{}")))
-        except json.JSONDecodeError as error:
-            problem = f"the arguments of {function.get('name')} are no JSON: {error.msg}"
+            calls.append(checked_call((str(function.get("name", "")), function.get("arguments") or "{}"), tools))
+        except UnreadableError as error:
+            calls, problem = [], f"the call cannot be read: {error}"
+            break
     reason = FinishReason.LENGTH if choice.get("finish_reason") == "length" else FinishReason.STOP
     tokens = (answer.get("usage") or {}).get("completion_tokens")
     return Reply(message.get("content") or "", tuple(calls), problem, tokens, reason)

@@ -8,9 +8,9 @@ from typing import Any
 
 from redline.environments.driver import Asked
 from redline.errors import boundary, in_words
-from redline.lab.environments.alike import alike
 from redline.lab.environments.made import Made
 from redline.lab.environments.trials import POLICIES, Plan, limited, speaker
+from redline.rollouts.tasks.alike import alike
 from redline.types import Reaction, Task
 
 MOVES = 50

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from redline.errors import boundary
-from redline.lab.environments.alike import alike, digest, question
 from redline.lab.environments.made import Made
 from redline.lab.environments.trials import Plan, limited, said
 from redline.ports import TaskSource
+from redline.rollouts.tasks.alike import alike, digest, question
 from redline.rollouts.tasks.checks import check_task
 from redline.types import Task
 
@@ -127,7 +127,7 @@ class OtherProcess:
 
     def __init__(self, made: Made, count: int) -> None:
         """Start it. Does not block."""
-        wanted = json.dumps([made.name, dict(made.params), made.seed, count], default=str)
+        wanted = json.dumps([made.name, dict(made.params), made.seed, list(made.overrides), count], default=str)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "redline.lab.environments.tasks", wanted],
             env=os.environ | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"},
@@ -160,8 +160,8 @@ def _other_tasks(tasks: Sequence[Task], there: Sequence[str]) -> Iterator[str]:
 
 def main(wanted: str) -> None:
     """What the other process does: print a digest of each task."""
-    name, params, seed, count = json.loads(wanted)
-    made = Made(name, params, seed)
+    *of_what, count = json.loads(wanted)
+    made = Made(*of_what)
     source = made.tasks(made.make())
     print(json.dumps([digest(source.train(index)) for index in range(count)]), flush=True)
     os._exit(0)  # whatever threads and processes the environment has

@@ -71,7 +71,12 @@ def play_trials(
 ) -> Trials:
     """Play every task with every policy. Blocks for `limit_s` per attempt at most, and ends early where one does not end:
     others would not either."""
-    first, second = (Driver(environment) for environment in environments)
+
+    def still(episode: Episode, seconds: float) -> None:
+        so_far = f"{seconds:.0f} s and {len(episode.exchanges):,} turns"
+        tell(f"{episode.task.id} has not ended after {so_far}; the limit is {plan.limit_s:g} s (--limit)")
+
+    first, second = (Driver(environment, still=still) for environment in environments)
     found = Trials()
     try:
         for task in tasks:

@@ -12,7 +12,7 @@ from redline.errors import ConfigError, ModelError
 from redline.lab.material.workloads import RANDOM, SHAPES
 from redline.lab.plan.gguf_header import config_from_header
 from redline.models.files.hf import check_foreign, load_config
-from redline.models.files.sources import packaged_smollm2
+from redline.models.files.sources import fetched, packaged_smollm2
 from redline.models.files.tiny import SMALL, TINY, shape_config
 from redline.models.lora.per_token import refuse_experts
 from redline.models.mixture import mixture_of
@@ -150,15 +150,14 @@ def _named(name: str) -> PretrainedConfig:
 
 
 def _hub_config(hub_id: str) -> PretrainedConfig:
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(hub_id)
-    except (OSError, ValueError) as error:
+        folder = fetched(hub_id, ("config.json",))
+    except ModelError as error:
         raise ModelError(
             f"{hub_id}: its config.json cannot be fetched",
             f"give a local folder, or a shape that is known here: {', '.join(RANDOM + name for name in NAMED)}",
         ) from error
+    return load_config(folder)
 
 
 def _foreign(path: str, config: PretrainedConfig) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,10 +28,13 @@ def run_to_continue(path: Path, overrides: Sequence[str], tell: Callable[[str], 
     )
     foreign = [override for override in overrides if not override.startswith(allowed)]
     if foreign:
+        begun = path if recipe else folder.shown / folder.config.name
+        new = shlex.join(["redline", "train", str(begun), f"model.path={folder.shown}", *foreign])
         raise ConfigError(
             f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
             "leave the override out (run.steps=N may be given, to train longer, and what divides the work among processes and"
-            " micro-batches, such as placement, engine.tensor_parallel_size and trainer.sharding), or start a new run",
+            " micro-batches, such as placement, engine.tensor_parallel_size and trainer.sharding), or begin a new run from"
+            f" these weights: {new}",
         )
     config = read_recorded(folder.config, overrides)
     if recipe and (changed := changes(recipe, config)):

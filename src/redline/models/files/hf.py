@@ -42,6 +42,10 @@ TOKENIZER_FILES = (
 )
 
 
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
+"""Of which a folder with a tokenizer has one."""
+
+
 def load_config(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
@@ -56,8 +60,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     with boundary() as caught:
         return AutoTokenizer.from_pretrained(folder)
     raise ModelError(
-        f"{folder}: unreadable tokenizer: {caught.error}", "the folder needs tokenizer.json beside the weights"
+        f"{folder}: {_no_tokenizer(folder, caught.error)}", "the folder needs tokenizer.json beside the weights"
     ) from caught.error
+
+
+def _no_tokenizer(folder: Path, error: Exception | None) -> str:
+    """Why it cannot be loaded: that there is none takes transformers three lines to say."""
+    is_there = any((folder / name).exists() for name in VOCABULARIES)
+    return f"unreadable tokenizer: {error}" if is_there else "no tokenizer"
 
 
 def empty_decoder(config: PretrainedConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:

@@ -38,7 +38,7 @@ def model_folder(path: str, seed: int = 0) -> Path:
     if is_adapter(local):
         return _cached(str(name), lambda folder: _merge(local, folder, seed))
     if name is None:
-        return local if os.path.isdir(local) else _fetch(path)
+        return local if os.path.isdir(local) else fetched(path)
     if path == "builtin:tiny":
         return _cached(name, lambda folder: write_tiny_model(folder, seed))
     if path == "builtin:small":
@@ -63,7 +63,7 @@ def small_files(path: str, seed: int = 0) -> Path | None:
     if os.path.isdir(local):
         return local
     if path != "builtin:smollm2-135m-instruct" and not os.path.isfile(local):
-        return _fetch(path, SMALL_FILES)
+        return fetched(path, SMALL_FILES)
     if path.startswith("builtin:"):
         packaged_smollm2()
     missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
@@ -203,7 +203,9 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _fetch(hub_id: str, patterns: Sequence[str] = (*SMALL_FILES, "*.safetensors")) -> Path:
+def fetched(hub_id: str, patterns: Sequence[str] = (*SMALL_FILES, "*.safetensors")) -> Path:
+    """The folder with a model's files that match, fetched from the hub where they were not before. Raises ModelError at once
+    where the hub cannot be reached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 

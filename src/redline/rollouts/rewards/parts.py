@@ -71,9 +71,11 @@ def max_reward_workers(wanted: int | None, tasks: TaskSource) -> int:
 
 def reward_parts(score: object, what: str = "score") -> dict[str, float]:
     """The named parts of what `score`, or the function called `what`, returned, as floats; a number by itself is the part
-    `reward`. Raises TaskError where it is neither, or holds what the trainer's float32 has no number for: a NaN would reach
-    every weight."""
+    `reward`. Raises TaskError where it is neither, has no parts, or holds what the trainer's float32 has no number for: a NaN
+    would reach every weight."""
     if isinstance(score, Mapping):
+        if not score:
+            raise TaskError(f"`{what}` returned {{}}, a reward without parts", EXPECTED.format(what))
         if len(score) > MAX_PARTS:
             raise TaskError(f"`{what}` returned {len(score)} named parts; {MAX_PARTS} are the most", "add some of them up")
         return {_part_name(name, what): _part_value(name, value, what) for name, value in score.items()}

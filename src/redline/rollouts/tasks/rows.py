@@ -78,6 +78,7 @@ class JsonlRows:
         return f"{self._name}/{self._lines[index]}"
 
     def _read(self, line: bytes, index: int) -> Row:
+        line = line.rstrip(b"\r\n")  # where a row is cut short, the error is after its last character, not on a next line
         try:
             row = _DECODER.decode(line.removeprefix(codecs.BOM_UTF8).decode())
             if b"\\ud" in line.lower():  # an escape of half a character, unless the other half follows
@@ -88,7 +89,9 @@ class JsonlRows:
         except UnicodeDecodeError as error:
             raise TaskError(f"{self.where(index)}: not UTF-8 text: {error.reason}", "save the file as UTF-8") from error
         except json.JSONDecodeError as error:
-            what = f"{self.where(index)}: not valid JSON: {error.msg} at column {error.colno}"
+            ends = error.pos >= len(error.doc.rstrip()) > 0
+            why = "the line ends before the object does" if ends else error.msg
+            what = f"{self.where(index)}: not valid JSON: {why} at column {error.colno}"
             raise TaskError(what, "one JSON object per line") from error
         except RecursionError as error:
             raise TaskError(f"{self.where(index)}: a field is nested too deep to be read", "flatten it") from error

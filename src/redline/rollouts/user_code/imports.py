@@ -66,6 +66,11 @@ class ImportPath:
             return module
         if isinstance(caught.error, RedlineError):
             raise caught.error
+        if isinstance(caught.error, ModuleNotFoundError) and name.endswith(".py"):
+            written = self.path.replace(".py:", ":", 1)
+            raise TaskError(
+                f"{self.key}: no module {name!r}", f"a module is named without .py: write {written}"
+            ) from caught.error
         if isinstance(caught.error, ModuleNotFoundError) and f"{name}.".startswith(f"{caught.error.name}."):
             raise TaskError(
                 f"{self.key}: no module {caught.error.name!r}",

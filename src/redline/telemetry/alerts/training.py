@@ -9,7 +9,7 @@ from statistics import fmean
 
 from redline.telemetry.alerts.detector import Detector, Episode, Finding, Row, number
 from redline.telemetry.alerts.robust import step_noise
-from redline.telemetry.summary.learning import has_signal, num_attempts
+from redline.telemetry.summary.learning import MANY_AT_A_BUDGET, has_signal, num_attempts
 
 ALWAYS = ("trainer/loss", "trainer/grad_norm")
 """Every step has them."""
@@ -128,9 +128,11 @@ class NotLearning(Detector):
             return None
         failed = (number(row, "rollouts/failures") or 0.0) / max(1, num_attempts(row, self._group_size))
         failures = f"; {failed:.0%} of the last step's attempts failed" if failed else ""
+        cut = number(row, "rollouts/truncated_fraction") or 0.0
+        cut_off = f"; {cut:.0%} of the last step's attempts ended at a budget" if cut >= MANY_AT_A_BUDGET else ""
         return Finding(
             seen=f"in {self._steps} steps in a row all attempts of every group scored alike, so that nothing was learned; the"
-            f" mean reward is {number(row, 'rollouts/reward_mean') or 0.0:.3f}{failures}",
+            f" mean reward is {number(row, 'rollouts/reward_mean') or 0.0:.3f}{failures}{cut_off}",
             since=f"step {self._episode.since}",
             look_at="`redline show RUN` for the answers and their rewards. Where the reward is as high as it gets, the run can"
             " end. Else: is `score` right, and are tasks easy enough that some attempts earn more than others? A larger"

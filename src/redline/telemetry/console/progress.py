@@ -67,10 +67,12 @@ class Progress:
         step_s: float,
         phases: Mapping[str, float] | None = None,
         failed: float = 0.0,
+        reused: int = 0,
     ) -> None:
         """Report that `step` steps are done; the other values are the last step's: `phases` its seconds as the timeline has
-        them, `failed` the share of its attempts that have no reward."""
-        self._line.update(step, reward, tokens_per_s, step_s, phases or {}, failed)
+        them, `failed` the share of its attempts that have no reward, `reused` its groups that an earlier process sampled, which
+        are shown in place of a speed that they took no part in."""
+        self._line.update(step, reward, tokens_per_s, step_s, phases or {}, failed, reused)
         if self._live:
             self._live.refresh()
         else:
@@ -130,6 +132,7 @@ class _StatusLine:
         """Seconds from the end of one step to the end of the next: evaluations and checkpoints lie between."""
         self._phases: deque[Mapping[str, float]] = deque(maxlen=_RECENT_STEPS)
         self._tokens_per_s = 0.0
+        self._reused = 0
         self._failed = ""
         """How many attempts of the last step did, if they are worth a word."""
         self._started = self._updated = time.monotonic()
@@ -142,7 +145,9 @@ class _StatusLine:
         step_s: float,
         phases: Mapping[str, float] | None = None,
         failed: float = 0.0,
+        reused: int = 0,
     ) -> None:
+        self._reused = reused
         self._failed = f"{failed:.0%} failed" if failed > WORTH_SAYING else ""
         self.steps_done = step
         self._rewards.append(reward)
@@ -169,9 +174,16 @@ class _StatusLine:
             return f"took {_clock(self._updated - self._started)}"
         return f"eta {_clock(self.remaining_s)}"
 
+    def _speed(self) -> tuple[str, str]:
+        """A number and what it counts: tokens a second, or the groups of an earlier process that a resumed run used again."""
+        if self._reused:
+            return f"{self._reused:,}", "group reused" if self._reused == 1 else "groups reused"
+        return f"{self._tokens_per_s:,.0f}", "tok/s"
+
     def plain(self) -> str:
         step = f"step {self.steps_done:>{len(str(self.total_steps))}}/{self.total_steps}"
-        speed = f"{self._tokens_per_s:>7,.0f} tok/s  {self._step_seconds[-1]:6.2f} s/step"
+        number, unit = self._speed()
+        speed = f"{number:>7} {unit}  {self._step_seconds[-1]:6.2f} s/step"
         found = self._bottleneck()
         mostly = f"  mostly {in_words(found[0])} {found[1]:.0%}" if found else ""
         failed = f"  {self._failed}" if self._failed else ""
@@ -203,7 +215,8 @@ class _StatusLine:
             (f"  {self._failed}" if self._failed else "", "red"),
         )
         if "speed" in wanted:
-            facts.append(f"  {self._tokens_per_s:,.0f}").append(" tok/s", style="dim")
+            number, unit = self._speed()
+            facts.append(f"  {number}").append(f" {unit}", style="dim")
         if "step" in wanted:
             facts.append(f"  {self._step_seconds[-1]:.1f}").append(" s/step", style="dim")
         if "mostly" in wanted and (found := self._bottleneck()):

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
+MANY_AT_A_BUDGET = 0.1
+"""Share of attempts that ended at a budget from which on it may be why all scored alike."""
 
 
 def has_signal(row: Row) -> bool | None:
@@ -33,6 +35,10 @@ class Learning:
         """Some step applied a gradient that was not zero."""
         self.steps_without_signal = 0
         """The last ones, in a row."""
+        self.num_at_a_budget = self.num_used_up = 0
+        """Attempts that some budget ended, and those among them that had used up one for the whole attempt."""
+        self.most_turns = 0.0
+        """Replies of the policy in one attempt."""
         self._skipped = self._groups = self._attempts = self._failed = 0
         self._had_signal = False
         self._reward = 0.0
@@ -55,7 +61,23 @@ class Learning:
             self._groups += row["rollouts/groups"]
             self._attempts += num_attempts(row, self._group_size)
             self._failed += row.get("rollouts/failures") or 0
+            self._take_budgets(row)
             self._reward += (row.get("rollouts/reward_mean") or 0.0) * row["rollouts/groups"]
+
+    def _take_budgets(self, row: Row) -> None:
+        self.num_at_a_budget += round((row.get("rollouts/truncated_fraction") or 0.0) * num_attempts(row, self._group_size))
+        self.num_used_up += int(row.get("rollouts/truncated") or 0)
+        self.most_turns = max(self.most_turns, row.get("rollouts/turns_max") or 0.0)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether so many attempts ended at a budget that this may be why nothing was learned."""
+        return self.share_at_a_budget >= MANY_AT_A_BUDGET
+
+    @property
+    def share_at_a_budget(self) -> float:
+        """Attempts that a budget ended / attempts."""
+        return self.num_at_a_budget / max(1, self._attempts)
 
     @property
     def why_not(self) -> str | None:
@@ -67,5 +89,12 @@ class Learning:
         if self._attempts and self._failed >= self._attempts:
             return "every attempt failed"
         if not self._had_signal:
-            return f"in every group all attempts scored alike (mean reward {self._reward / max(1, self._groups):.3f})"
+            alike = f"in every group all attempts scored alike (mean reward {self._reward / max(1, self._groups):.3f})"
+            return f"{alike}{self._at_a_budget()}"
         return "no step had a gradient"
+
+    def _at_a_budget(self) -> str:
+        if not self.is_cut_short:
+            return ""
+        share = "all" if self.num_at_a_budget >= self._attempts else f"{self.share_at_a_budget:.0%}"
+        return f", and {share} of them ended at a budget"

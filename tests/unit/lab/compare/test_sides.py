@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from redline.errors import CompareError, ConfigError, RedlineError
-from redline.lab.compare.command import Report, Request, compare
+from redline.lab.compare.command import Report, Request, compare, opening
 from redline.lab.compare.saved import read_saved
 from redline.lab.compare.sides import OWN_SOURCE, What, jobs, worktree
 from redline.lab.evidence.experiment import Wish
@@ -19,6 +19,17 @@ from redline.lab.evidence.verdict import Verdict
 TREE = str(OWN_SOURCE.parent)
 RECIPE = OWN_SOURCE.parent / "recipes" / "smoke.yaml"
 ON_CPU = What(overrides=["run.device=cpu"])
+
+
+# ── what is said first ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_line_says_what_is_compared_how_many_pairs_and_minutes_that_takes_and_how_few_are_too_few() -> None:
+    request = Request("a.yaml", "a.yaml", What(b_overrides=["rollouts.group_size=4"]), Wish(max_pairs=20, max_seconds=600))
+    assert opening(request) == (
+        "comparing A = a.yaml with B = a.yaml rollouts.group_size=4: one pair to warm up, 8 pairs of A with itself, then at"
+        " most 20 of A and B, for at most 10 minutes in all; fewer than 8 pairs of A and B give no verdict"
+    )
 
 
 # ── what runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────

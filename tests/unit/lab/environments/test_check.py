@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -367,7 +368,36 @@ def test_an_attempt_may_write_into_its_own_copy_of_the_task() -> None:
 
 def test_an_environment_that_never_ends_is_said_to_and_holds_up_nobody() -> None:
     report = report_of(Sleeps, limit_s=1.0)  # which comes, long before they end
-    assert any("play: did not end within 1 s" in problem for problem in report.problems)
+    [problem] = report.problems
+    assert "play: did not end within 1 s, at test_check.py:" in problem
+    assert ", in play: time.sleep(600)" in problem
+    assert report.not_checked == [
+        "the same attempt under the same seed",
+        "the same attempt beside others",
+        "a reward of numbers for each role",
+    ]
+    assert not set(report.not_checked) & set(report.passed)
+
+
+class AsksForEver(Guess):
+    async def play(self, task, policy):
+        while True:
+            await policy.say(task.messages)
+
+
+class AsksForEverInAThread(Guess):
+    def play(self, task, policy):
+        while True:
+            policy.say(task.messages)
+
+
+@pytest.mark.parametrize("kind", [AsksForEver, AsksForEverInAThread])
+def test_where_an_attempt_without_end_was_is_said_and_that_it_goes_on(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("redline.environments.driver.STILL_S", 0.2)
+    told: list[str] = []
+    report = check(Made(f"{HERE}:{kind.__name__}"), Plan(1, 0.7), told.append)
+    assert any(", in play: " in problem and "policy.say(task.messages)" in problem for problem in report.problems)
+    assert any(re.search(r"has not ended after \d s and [\d,]+ turns; the limit is 0.7 s \(--limit\)", line) for line in told)
 
 
 def test_an_environment_that_blocks_the_loop_is_noted() -> None:
@@ -423,11 +453,15 @@ class NoParts(Guess):
     [
         ("ScoresAnother", "play returned a score for format, and no such role spoke in any attempt: it is left out"),
         ("SameForAll", "roles spoke (white), and the score is not by role: all roles get the same score"),
-        ("NoParts", "play returned {}, a reward without parts: it counts as 0"),
     ],
 )
 def test_scores_that_are_odd_are_noted(name: str, note: str) -> None:
     assert note in check(Made(f"{HERE}:{name}", {}, 0), Plan(1), lambda text: None).notes
+
+
+def test_a_reward_without_parts_is_a_problem() -> None:
+    problems = check(Made(f"{HERE}:NoParts", {}, 0), Plan(1), lambda text: None).problems
+    assert "play returned {}, a reward without parts" in problems
 
 
 def test_the_exit_code_is_what_was_found_when_nobody_reads_the_whole_output() -> None:

@@ -95,6 +95,19 @@ def test_a_call_that_cannot_be_read_is_asked_for_again() -> None:
     assert any(line.startswith("the arguments are no JSON") for line in shown)
 
 
+def test_arguments_of_a_call_are_converted_as_in_a_run() -> None:
+    play(Made(f"{HERE}:Sums"), 0, person('/call add {"a": "3", "b": "4"}', "7"), shown.append, 10)
+    assert "tool: 7" in shown
+
+
+@pytest.mark.parametrize("value", ['"three"', "3.5", "true"])
+def test_arguments_that_a_run_would_refuse_are_asked_for_again(value: str) -> None:
+    lines = (f'/call add {{"a": {value}, "b": 4}}', '/call add {"a": 3, "b": 4}', "7")
+    play(Made(f"{HERE}:Sums"), 0, person(*lines), shown.append, 10)
+    assert any(line.startswith("a run would not make this call: the argument a of add is of type integer") for line in shown)
+    assert "tool: 7" in shown
+
+
 def test_input_that_ends_early_leaves_no_reward_and_says_so() -> None:
     played = play(Made(f"{HERE}:Sums"), 0, person(), shown.append, 10)
     assert (played.problem, played.exit_code) == ("the input ended before the game did", 1)

@@ -92,6 +92,13 @@ def test_a_weight_for_a_part_the_task_does_not_have_is_refused_with_the_parts() 
     assert caught.value.hint == "its parts: correct, format; every score must name all of them"
 
 
+def test_a_reward_without_parts_is_refused_with_what_to_return() -> None:
+    with pytest.raises(TaskError) as caught:
+        reward_parts({})
+    assert caught.value.message == "`score` returned {}, a reward without parts"
+    assert caught.value.hint == 'end `score` with `return 1.0`, or with `return {"correct": 1.0, "format": 0.5}`'
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_finite_number_is_refused(value: float) -> None:
     with pytest.raises(TaskError, match=r"(?s)reward part correct = .*: not a finite number.*hint: make `score` return finite"):

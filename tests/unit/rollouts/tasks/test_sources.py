@@ -316,6 +316,11 @@ def test_numbers_compare_as_numbers(tmp_path: Path) -> None:
             "not valid JSON: Expecting property name enclosed in double quotes at column 2",
             "one JSON object per line",
         ),
+        (
+            '{"prompt":"bad"',
+            "not valid JSON: the line ends before the object does at column 16",
+            "one JSON object per line",
+        ),
         ([1, 2], "a list, not an object", 'write {"prompt": ..., "answer": ...}'),
         ({"answer": "1"}, "no field 'prompt'", "add it, or set rollouts.task.prompt_field to one of: answer"),
         (
@@ -462,6 +467,13 @@ def test_a_module_that_is_not_there_is_refused(in_folder: Path) -> None:
     message, hint = import_refusal("my_taks:Sums")
     assert message == "rollouts.task.path: no module 'my_taks'"
     assert hint == f"start redline where my_taks.py is (it was looked for in {in_folder}), or install the package"
+
+
+@pytest.mark.usefixtures("in_folder")
+def test_a_file_that_is_given_for_a_module_gets_the_way_to_write_it() -> None:
+    message, hint = import_refusal("my_tasks.py:Sums")
+    assert message == "rollouts.task.path: no module 'my_tasks.py'"
+    assert hint == "a module is named without .py: write my_tasks:Sums"
 
 
 def test_a_module_that_lacks_a_package_of_its_own_is_refused_with_that_package(in_folder: Path) -> None:

@@ -33,6 +33,17 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     assert last.startswith("step 12/12  reward  0.500   12,346 tok/s   10.00 s/step  took 0:0")
 
 
+def test_a_step_that_used_stored_groups_again_says_how_many_in_place_of_a_speed() -> None:
+    screen = console(terminal=False)
+    with Progress(9, console=screen) as progress:
+        progress.step(4, reward=0.5, tokens_per_s=math.nan, step_s=0.1, reused=8)
+        progress.step(5, reward=0.5, tokens_per_s=2000.0, step_s=0.3)
+    first, second = output(screen).splitlines()
+    assert first.startswith("step 4/9  reward  0.500        8 groups reused    0.10 s/step")
+    assert "tok/s" not in first
+    assert "2,000 tok/s" in second
+
+
 def test_a_step_says_what_the_last_ones_spent_most_of_their_time_on() -> None:
     screen = console(terminal=False)
     with Progress(3, console=screen) as progress:

@@ -53,6 +53,23 @@ def test_a_run_whose_weights_never_moved_says_why(rows: list[dict[str, Any]], wh
     assert found.moved_weights is (why_not is None and bool(rows))
 
 
+@pytest.mark.parametrize(
+    ("fractions", "said"),
+    [
+        ((1.0, 1.0), ", and all of them ended at a budget"),
+        ((0.5, 0.25), ", and 38% of them ended at a budget"),
+        ((0.0, 0.125), ""),
+        ((None, 0.0), ""),
+    ],
+)
+def test_attempts_that_a_budget_ended_are_told_with_those_that_scored_alike(
+    fractions: tuple[float | None, float], said: str
+) -> None:
+    found = Learning([step(**ALIKE, rollouts__truncated_fraction=share) for share in fractions], group_size=8)
+    assert found.why_not == f"in every group all attempts scored alike (mean reward 0.250){said}"
+    assert found.is_cut_short is bool(said)
+
+
 def test_the_last_steps_without_signal_are_counted_and_steps_without_groups_are_not() -> None:
     rows = [step(**ALIKE), step(), step(**ALIKE), step(rollouts__groups=0, rollouts__groups_with_signal=0), step(**ALIKE)]
     assert Learning(rows, group_size=8).steps_without_signal == 2
