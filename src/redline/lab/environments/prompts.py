@@ -7,6 +7,9 @@ from typing import Any
 
 from redline.lab.environments.trials import Trials
 
+MOST_TURNS = 1000
+"""Of an attempt, that are looked at: each is compared with all before it, and an attempt without end has 100,000 and more."""
+
 
 def prompts(trials: Trials) -> tuple[int, int, list[str]]:
     """Turns that go on from an earlier one of their role, turns that begin a conversation anew, and what nearly goes on: an
@@ -15,7 +18,7 @@ def prompts(trials: Trials) -> tuple[int, int, list[str]]:
     broken: dict[str, None] = {}
     for trial in trials.trials:
         said: dict[str, list[tuple[Sequence[Any], Any]]] = {}
-        for turn, exchange in enumerate(trial.alone.exchanges, start=1):
+        for turn, exchange in enumerate(trial.alone.exchanges[:MOST_TURNS], start=1):
             earlier = said.setdefault(exchange.asked.role, [])
             now = exchange.asked.messages
             if any(_goes_on(now, messages, reply) for messages, reply in earlier):

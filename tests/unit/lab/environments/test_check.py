@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from redline.environments.driver import Asked, Episode, Exchange, Reply, turn_of
 from redline.lab.environments.check import Report, check
 from redline.lab.environments.check_table import render
 from redline.lab.environments.made import Made
-from redline.lab.environments.trials import Plan
+from redline.lab.environments.prompts import MOST_TURNS, prompts
+from redline.lab.environments.trials import Plan, Trial, Trials
 from redline.types import Reaction, Task
 
 HERE = "test_check"
@@ -457,6 +459,13 @@ class NoParts(Guess):
 )
 def test_scores_that_are_odd_are_noted(name: str, note: str) -> None:
     assert note in check(Made(f"{HERE}:{name}", {}, 0), Plan(1), lambda text: None).notes
+
+
+def test_of_an_attempt_without_end_only_so_many_prompts_are_compared() -> None:
+    task = Task("t", [])
+    exchange = Exchange(Asked([{"role": "user", "content": "more"}]), turn_of(Reply("no")), 0.0, 0.0)
+    trial = Trial("random", task, Episode(task, [exchange] * 50_000), Episode(task))
+    assert prompts(Trials([trial]))[:2] == (0, MOST_TURNS - 1)
 
 
 def test_a_reward_without_parts_is_a_problem() -> None:
