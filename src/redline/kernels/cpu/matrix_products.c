@@ -14,7 +14,6 @@
 #define BFLOAT16 1
 #include "numbers.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -117,7 +116,7 @@ static inline void turn(vec line[SIDE]) {
 #else
 #define PER_LINE (SIDE / LANES)
 static inline void turn(vec* lines) {
-    uint32_t *word = (uint32_t*)lines;
+    uint32_t* word = (uint32_t*)lines;
     for (int i = 0; i < SIDE; i++)
         for (int j = 0; j < i; j++) {
             uint32_t before = word[i * SIDE + j];
