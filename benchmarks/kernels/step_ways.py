@@ -7,6 +7,8 @@
     first    own products, their weights ahead of their rows (kernels/decode/weights_first.py)
     few      own products that overlap (kernels/decode/few_rows.py)
     some     products of cuBLAS, some in parts, and own ones for gate and up (engine/native/running/some_rows.py)
+    many     own products with the norms around them (engine/native/running/many_rows.py)
+    most     products of cuBLAS, and an own one for gate and up (engine/native/running/most_rows.py)
     forward  the decoder's own layers
     fp8      weights and activations in 8 bits (engine.quantization)
 
@@ -35,6 +37,8 @@ from redline.engine import NativeEngine
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.running import cuda
 from redline.engine.native.running.few_rows import FewRows, one_launch_of
+from redline.engine.native.running.many_rows import ManyRows
+from redline.engine.native.running.most_rows import MostRows
 from redline.engine.native.running.some_rows import SomeRows
 from redline.engine.native.running.weights_first import WeightsFirst
 from redline.kernels.decode import few_rows, gated, one_launch, weights_first
@@ -64,12 +68,14 @@ SIZES = {
 }
 """Hidden units, inner ones, layers, heads, key/value heads, the size of a head, and the vocabulary."""
 UNTIED = ("qwen2.5-7b", "qwen2.5-14b", "llama-3.1-8b")
-WAYS = ("one", "first", "few", "some", "forward", "fp8")
+WAYS = ("one", "first", "few", "some", "many", "most", "forward", "fp8")
 MOST_ROWS = {
     "one": one_launch.MOST_ROWS,
     "first": weights_first.MOST_ROWS,
     "few": few_rows.MOST_ROWS,
     "some": gated.MOST_ROWS,
+    "many": ManyRows.most_rows,
+    "most": MostRows.most_rows,
     "forward": 10**9,
     "fp8": 10**9,
 }
@@ -112,6 +118,8 @@ def engine_of(decoder: AnyDecoder, way: str, rows: int, longest: int) -> NativeE
             "first": lambda: WeightsFirst(decoder),
             "few": lambda: FewRows(decoder),
             "some": lambda: SomeRows(decoder),
+            "many": lambda: ManyRows(decoder),
+            "most": lambda: MostRows(decoder),
         }
         made = makers[way]() if way in makers else None
         if made is not None:

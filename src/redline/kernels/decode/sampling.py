@@ -5,7 +5,8 @@
 The first kernel is the only one to read all logits, and reads them once: V · 2 bytes per row in bfloat16 are the bound. Of a
 chunk it keeps the largest logit and the sum of the weights relative to it. From these the second kernel has the row's logsumexp
 and the chunk that the row's uniform number falls into (or, for a greedy row, the chunk of the largest logit), and reads that
-chunk again to find the token.
+chunk again to find the token. Whoever makes the logits may have summed chunks up, of any size (`head.py`): then there is no
+first kernel.
 
 A row with a NaN has a NaN among its sums, and a row that allows nothing has a peak of -inf: both give a token of the vocabulary
 and a NaN for its logprob.
@@ -14,6 +15,8 @@ Further letters: C chunks of N vocabulary entries.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,12 +27,24 @@ CHUNK = 4096
 """Vocabulary entries per program of the first kernel, and scanned per row by the second. A power of two."""
 SUMMARISE_WARPS = 4
 """Warps of 32 threads: at 4096 entries, each thread then has 64 bytes of bfloat16 in flight."""
-PICK_WARPS = 8
+PICK_WARPS, NARROW = 8, 1024
+"""Half as many warps for chunks up to so narrow."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of splitmix64, as in sampler.py
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+class Summaries(NamedTuple):
+    """Of the chunks of rows of logits, float32 [B, C]."""
+
+    peaks_BC: Tensor
+    """The largest logit."""
+    sums_BC: Tensor
+    """The weights relative to it, at the row's temperature."""
+    chunk: int
+    """Vocabulary entries of each, a power of two."""
 
 
 def sample_plain(
@@ -39,19 +54,29 @@ def sample_plain(
     counters_B: Tensor,
     out_tokens_B: Tensor,
     out_logprobs_B: Tensor,
+    summaries: Summaries | None = None,
 ) -> None:
     """Fill `out_tokens_B` (int64) and `out_logprobs_B` (float32). Neither waits for the device nor looks at a value, so a CUDA
     graph can hold it; a row's result does not depend on the others."""
+    peaks_BC, sums_BC, N = summaries or _summaries(logits_BV, temperature_B)
+    (B, V), C = logits_BV.shape, triton.cdiv(logits_BV.shape[1], N)
     assert logits_BV.stride(1) == 1, "a row of logits is contiguous"
-    B, V = logits_BV.shape
-    C = triton.cdiv(V, CHUNK)
-    peaks_BC, sums_BC = torch.empty((2, B, C), dtype=torch.float32, device=logits_BV.device)
-    logits = (logits_BV, logits_BV.stride(0), V)
-    _summarise[(C, B)](*logits, temperature_B, peaks_BC, sums_BC, N=CHUNK, num_warps=SUMMARISE_WARPS)
+    assert peaks_BC.shape == sums_BC.shape == (B, C)
+    assert peaks_BC.is_contiguous()
+    assert sums_BC.is_contiguous()
     _pick[(B,)](
-        *logits, temperature_B, streams_B, counters_B, peaks_BC, sums_BC, out_tokens_B, out_logprobs_B,
-        C, N=CHUNK, PADDED_C=triton.next_power_of_2(C), num_warps=PICK_WARPS,
+        logits_BV, logits_BV.stride(0), V, temperature_B, streams_B, counters_B, peaks_BC, sums_BC,
+        out_tokens_B, out_logprobs_B, C, N=N, PADDED_C=triton.next_power_of_2(C), num_warps=PICK_WARPS if N > NARROW else PICK_WARPS // 2,
     )  # fmt: skip
+
+
+def _summaries(logits_BV: Tensor, temperature_B: Tensor) -> Summaries:
+    B, V = logits_BV.shape
+    peaks_BC, sums_BC = torch.empty((2, B, triton.cdiv(V, CHUNK)), dtype=torch.float32, device=logits_BV.device)
+    _summarise[(peaks_BC.shape[1], B)](
+        logits_BV, logits_BV.stride(0), V, temperature_B, peaks_BC, sums_BC, N=CHUNK, num_warps=SUMMARISE_WARPS
+    )
+    return Summaries(peaks_BC, sums_BC, CHUNK)
 
 
 @triton.jit
@@ -73,15 +98,17 @@ def _pick(  # type: ignore[no-untyped-def]
     """The token of one row and its logprob."""
     row = tl.program_id(0)
     logits_V = logits_BV + row.to(tl.int64) * stride
-    greedy = tl.load(temperature_B + row) == 0
-    divisor = _divisor(temperature_B, row)
     index_C = tl.arange(0, PADDED_C)
     peaks_C = tl.load(peaks_BC + row * C + index_C, mask=index_C < C, other=float("-inf"))
     sums_C = tl.load(sums_BC + row * C + index_C, mask=index_C < C, other=0.0)
+    uniform = _uniform(tl.load(streams_B + row), tl.load(counters_B + row))
+    greedy = tl.load(temperature_B + row) == 0
+    divisor = _divisor(temperature_B, row)
+
     peak = tl.max(peaks_C, axis=0)
     masses_C = _weights(peaks_C, peak, divisor).to(tl.float64) * sums_C
     total = tl.sum(masses_C, axis=0)
-    target = _uniform(tl.load(streams_B + row), tl.load(counters_B + row)) * total
+    target = uniform * total
     drawn_chunk = _first_beyond(masses_C, target, PADDED_C)
     chunk = tl.where(greedy, tl.min(tl.where(peaks_C == peak, index_C, C - 1), axis=0), drawn_chunk)
     target -= tl.sum(tl.where(index_C < chunk, masses_C, 0.0), axis=0)

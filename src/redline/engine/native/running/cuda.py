@@ -23,6 +23,8 @@ from redline.engine.native.fp8 import Fp8Decoder
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.graphs import GraphCache, nothing_collected
+from redline.engine.native.running.many_rows import ManyRows
+from redline.engine.native.running.most_rows import MostRows
 from redline.engine.native.running.prompts import CapturedPrompts, PromptAttention, Prompts
 from redline.engine.native.running.runner import Decoding, Runner, Samples
 from redline.engine.native.running.sampler import Sampled
@@ -31,20 +33,29 @@ from redline.engine.native.running.verification import MAX_GUESSES, MAX_SLOTS, N
 from redline.engine.native.running.weights_first import WeightsFirst
 from redline.engine.native.scheduler import Chunk
 from redline.engine.native.sequence import Wants
-from redline.kernels.decode.attention import SHARED_ROWS, TILES, DecodeBatch, choose_splits, choose_tile, decode_attention
+from redline.kernels.decode import head, residual, streamed
+from redline.kernels.decode.attention import (
+    SHARED_ROWS,
+    SOME_HEADS,
+    TILES,
+    DecodeBatch,
+    choose_splits,
+    choose_tile,
+    decode_attention,
+)
 from redline.kernels.decode.guesses import NO_PLACE, Entries, GuessBook, begin_guessing, end_guessing, find_guesses
 from redline.kernels.decode.one_launch import OneLaunch
 from redline.kernels.decode.prompt_attention import TILES as PROMPT_TILES
 from redline.kernels.decode.prompt_attention import query_blocks
 from redline.kernels.decode.rotate_and_store import rotate_and_store
-from redline.kernels.decode.sampling import sample_plain
+from redline.kernels.decode.sampling import Summaries, sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
 from redline.kernels.decode.step import StepInputs, begin_step, end_step
 from redline.models.decoder import AnyAttend, Decoder, DecoderLayer, FusedAttend
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers.rope import rotary_table
 
-Way = OneLaunch | WeightsFirst | FewRows | SomeRows
+Way = OneLaunch | WeightsFirst | FewRows | SomeRows | ManyRows | MostRows
 
 MAX_STEPS = 8
 """Decode steps per launch. A sequence that ends early idles for the rest of them; the host has the time of all of them to
@@ -74,7 +85,7 @@ class PagedDecodeAttention(FusedAttend):
     """Norm, rotation, cache write and attention of one new token per row, in one kernel.
 
     Several entries of a batch may be tokens of one row, each with the place in the cache that it goes to (`slots_B`). Their
-    keys and values are written before any is read, and then once more, by the kernel that reads them: the same bits."""
+    keys and values are written before any is read; `decode_attention` then writes them once more, the same bits."""
 
     def __init__(
         self,
@@ -83,10 +94,12 @@ class PagedDecodeAttention(FusedAttend):
         batch: DecodeBatch,
         arrived: Tensor,
         slots_B: Tensor | None = None,
+        plan: streamed.Plan | None = None,
         *,
         early: bool = False,
     ) -> None:
-        """`arrived` and `early` are `decode_attention`'s."""
+        """`arrived` and `early` are `decode_attention`'s. With a plan of the step, `streamed_attention` attends."""
+        self._plan = plan
         self._cache = cache
         self._slots_B = slots_B
         self._rotary = rotary
@@ -105,6 +118,9 @@ class PagedDecodeAttention(FusedAttend):
             places = (self._batch.positions_B.clamp(min=0), self._slots_B)
             norms, eps = _norms(layer), layer.spec.norm_eps
             rotate_and_store(heads, keys, values, *places, self._rotary, norms, eps, in_place=False)
+        if self._plan is not None:
+            planned = (self._plan, self._rotary, _norms(layer), layer.spec.norm_eps)
+            return streamed.streamed_attention(heads, keys, values, *planned, is_stored=self._slots_B is not None)
         tile = choose_tile(len(heads), keys.shape[1], layer.spec.head_dim)
         own = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps, tile)
         return decode_attention(heads, keys, values, *own, early=self._early, arrived=self._arrived)
@@ -169,6 +185,11 @@ class CudaRunner(Runner):
             max(len(self._rows_B), self.most_verified) * decoder.spec.num_kv_heads, dtype=torch.int32, device=device
         )
         """What `decode_attention` counts parts with."""
+        spec, page = decoder.spec, cache.block_size
+        self._streams = streamed.serves(spec.head_dim, spec.num_heads, spec.num_kv_heads, page, cache.blocks.dtype, device)
+        """Whether `streamed_attention` takes this network and cache."""
+        self._has_head = decoder.plain_head and decoder.head is None and head.serves(decoder.output_weight)
+        """Whether `kernels/decode/head.py` multiplies by the head's weight."""
         self._prompts = CapturedPrompts(decoder, cache, self._rotary, rows.tables_RN, rows.upload)
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
@@ -246,10 +267,11 @@ class CudaRunner(Runner):
             return
         rows_B = self._rows_B[:size]
         inputs = begin_step(self.rows, rows_B)
-        logits_BV = self._logits(rows_B, inputs, max_groups, wants)
+        logits_BV, summaries = self._logits(rows_B, inputs, max_groups, wants)
         if wants.is_plain:
             tokens_B, logprobs_B = torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B)
-            sample_plain(logits_BV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, tokens_B, logprobs_B)
+            inputs_B = (inputs.temperature_B, inputs.streams_B, inputs.counters_B)
+            sample_plain(logits_BV, *inputs_B, tokens_B, logprobs_B, summaries)
             self.rows.replace(rows_B, inputs.counters_B, tokens_B, logprobs_B)
             out = (samples.tokens_SB, samples.logprobs_SB)
             end_step(self.rows, rows_B, tokens_B, logprobs_B, self._launched_R, out)
@@ -258,30 +280,51 @@ class CudaRunner(Runner):
             samples.put(self._step, self.rows.sample(rows_B, logits_BV, wants))
             self._step += 1
 
-    def _logits(self, rows_B: Tensor, inputs: StepInputs, max_groups: int, wants: Wants) -> Tensor:
-        """[B, V]."""
+    def _logits(self, rows_B: Tensor, inputs: StepInputs, max_groups: int, wants: Wants) -> tuple[Tensor, Summaries | None]:
+        """[B, V], and what sampling would read them for, where the head has told."""
         slots_B = self.rows.adapter_slots(rows_B, wants)
         way = next((way for way in self._ways if len(rows_B) <= way.most_rows), None) if slots_B is None else None
         is_guessing = max_groups == GUESSING
         if isinstance(way, OneLaunch):
             lines_B = rows_B.int() if is_guessing else self._rows32_B[: len(rows_B)]
             ahead_B = self._laid_out[-1, : len(rows_B)] if is_guessing else None
-            return way.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN, ahead_B)
+            return way.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN, ahead_B), None
         early_by = way or (self._decoder if isinstance(self._decoder, Fp8Decoder) else None)
         early = early_by is not None and early_by.begins_early(len(rows_B))
         if is_guessing:
-            attend = self._guessing_attention(rows_B, inputs.positions_B, early)
+            attend = self._guessing_attention(rows_B, inputs.positions_B, way, early)
         else:
-            attend = self._decode_attention(max_groups, inputs.positions_B, early)
+            attend = self._decode_attention(max_groups, inputs.positions_B, way, early)
+        if isinstance(way, WeightsFirst | FewRows):
+            return way.logits(inputs.tokens_B, attend), None
         if way is not None:
-            return way.logits(inputs.tokens_B, attend)
-        return self._decoder.logits(self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B))
+            return self._head(way.hidden(inputs.tokens_B, attend), inputs, wants)
+        return self._head(self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B), inputs, wants)
 
-    def _decode_attention(self, max_groups: int, positions_B: Tensor, early: bool) -> PagedDecodeAttention:
+    def _head(self, hidden_BE: Tensor, inputs: StepInputs, wants: Wants) -> tuple[Tensor, Summaries | None]:
+        if not self._has_head or not head.LEAST_ROWS <= len(hidden_BE) <= head.MOST_ROWS:
+            return self._decoder.logits(hidden_BE), None
+        weight_VE = self._decoder.output_weight
+        if wants.is_plain:
+            return head.logits_and_summaries(hidden_BE, weight_VE, inputs.temperature_B)
+        return head.logits(hidden_BE, weight_VE), None
+
+    def _decode_attention(self, max_groups: int, positions_B: Tensor, way: Way | None, early: bool) -> PagedDecodeAttention:
         size, max_tokens = len(positions_B), self.rows.tables_RN.shape[1] * self.cache.block_size
         prefixes = self._shared_prefixes(max_groups, size, max_tokens) if max_groups else None
         batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, self._splits(size), prefixes)
-        return PagedDecodeAttention(self.cache, self._rotary, batch, self._arrived, early=early)
+        return PagedDecodeAttention(self.cache, self._rotary, batch, self._arrived, plan=self._plan(batch, way), early=early)
+
+    def _plan(self, batch: DecodeBatch, way: Way | None) -> streamed.Plan | None:
+        """Who attends to what in a step, where `streamed_attention` does. Between launches that do not let it begin early, it
+        takes enough heads to win."""
+        rows, spec = len(batch.positions_B), self._decoder.spec
+        if not self._streams or batch.prefixes is not None or rows > streamed.MOST_ROWS:
+            return None
+        if not isinstance(way, WeightsFirst | ManyRows) and rows * spec.num_kv_heads < SOME_HEADS:
+            return None
+        where = (batch.positions_B, batch.rows_B, batch.block_table_RM, self._arrived)
+        return streamed.plan_step(*where, spec.num_kv_heads, spec.head_dim)
 
     def _splits(self, size: int) -> int:
         spec, max_tokens = self._decoder.spec, self.rows.tables_RN.shape[1] * self.cache.block_size
@@ -339,11 +382,11 @@ class CudaRunner(Runner):
         entries = Entries(rows_B, begins_B, counts_B, rows_T, ahead_T, 1 + MAX_GUESSES)
         find_guesses(rows, book, entries)
         inputs = begin_guessing(rows, book, entries)
-        logits_TV = self._logits(rows_T, inputs, GUESSING, wants)
+        logits_TV, summaries = self._logits(rows_T, inputs, GUESSING, wants)
         if wants.is_plain:
             sampled = Sampled(torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B))
             out = (sampled.tokens_B, sampled.logprobs_B)
-            sample_plain(logits_TV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, *out)
+            sample_plain(logits_TV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, *out, summaries)
             rows.replace(rows_T, inputs.counters_B, *out)
         else:
             sampled = rows.sample_ahead(rows_T, ahead_T, logits_TV, wants)
@@ -352,10 +395,12 @@ class CudaRunner(Runner):
         parts = (sampled.tokens_B, sampled.logprobs_B)
         end_guessing(rows, book, entries, parts, self._launched_R, (samples.tokens_SB, samples.logprobs_SB))
 
-    def _guessing_attention(self, rows_T: Tensor, positions_T: Tensor, early: bool) -> PagedDecodeAttention:
+    def _guessing_attention(self, rows_T: Tensor, positions_T: Tensor, way: Way | None, early: bool) -> PagedDecodeAttention:
         batch = DecodeBatch(positions_T, rows_T.int(), self.rows.tables_RN, self._splits(len(rows_T)))
         slots_T = slots_of(batch, self.cache.block_size)
-        return PagedDecodeAttention(self.cache, self._rotary, batch, self._arrived, slots_T, early=early)
+        return PagedDecodeAttention(
+            self.cache, self._rotary, batch, self._arrived, slots_T, self._plan(batch, way), early=early
+        )
 
     # ── memory that steps share ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -425,7 +470,12 @@ def ways_of(decoder: Decoder, cache: KVCache, rotary: Tensor, *, is_alone: bool)
         return []
     one_launch = one_launch_of(decoder, cache, rotary) if is_alone else None
     weights_first = WeightsFirst(decoder) if WeightsFirst.serves(decoder) else None
-    return [way for way in (one_launch, weights_first, FewRows(decoder), SomeRows(decoder)) if way and way.most_rows]
+    some = SomeRows(decoder)
+    many = ManyRows(decoder) if ManyRows.serves(decoder) else None
+    most = MostRows(decoder) if MostRows.serves(decoder) else None
+    if many is not None:
+        some.most_rows = min(some.most_rows, residual.LEAST_ROWS - 1)
+    return [way for way in (one_launch, weights_first, FewRows(decoder), some, many, most) if way and way.most_rows]
 
 
 def _lines(chunks: Sequence[Chunk]) -> np.ndarray:

@@ -38,8 +38,8 @@ class SomeRows:
         """Whether own launches begin before the one in front of them has ended."""
         return self._early and rows <= EARLY_ROWS
 
-    def logits(self, tokens_B: Tensor, attend: FusedAttend) -> Tensor:
-        """[B, V] in the compute dtype."""
+    def hidden(self, tokens_B: Tensor, attend: FusedAttend) -> Tensor:
+        """[B, E] after the final norm."""
         decoder, eps, early = self._decoder, self._decoder.spec.norm_eps, self.begins_early(len(tokens_B))
         x_BE, delta = F.embedding(tokens_B, decoder.embed), None
         for layer in decoder.layers:
@@ -49,7 +49,7 @@ class SomeRows:
             out_BHD = attend.attend_fused(layer, heads_BX.view(len(tokens_B), -1, decoder.spec.head_dim))
             x_BE, normed_BE = add_rms_norm(x_BE, _in_parts(out_BHD.flatten(1), layer.o), layer.mlp_norm, eps, early=early)
             delta = _in_parts(self._gated(normed_BE, layer.gate_up, early), layer.down)
-        return F.linear(add_rms_norm(x_BE, delta, decoder.norm, eps, early=early)[1], decoder.output_weight)
+        return add_rms_norm(x_BE, delta, decoder.norm, eps, early=early)[1]
 
     def _gated(self, x_BE: Tensor, by: nn.Linear, early: bool) -> Tensor:
         """silu(gate) · up, [B, I]."""

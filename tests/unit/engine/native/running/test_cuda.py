@@ -70,8 +70,21 @@ def test_so_are_those_of_many_rows(oracle: PreTrainedModel, tmp_path: Path, rows
     drawn = np.random.default_rng(rows)
     prompts = [drawn.integers(2, VOCAB_SIZE, int(drawn.integers(1, 60))).astype(np.int32) for _ in range(rows // 8)]
     asked = [GenerateRequest(prompt, SamplingParams(max_tokens=24, n=8, seed=number)) for number, prompt in enumerate(prompts)]
-    decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
-    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=rows, kv_cache_memory_bytes=2**26))
+    assert_scored_together(oracle, tmp_path, rows, asked)
+
+
+def test_so_are_those_of_very_many_rows(tmp_path: Path) -> None:
+    """Of a network wide enough for all of its own products."""
+    spec = llama(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2)
+    oracle, drawn = write_model(tmp_path, spec, seed=6, std=0.1), np.random.default_rng(0)
+    prompts = [drawn.integers(2, VOCAB_SIZE, int(drawn.integers(1, 60))).astype(np.int32) for _ in range(90)]
+    asked = [GenerateRequest(prompt, SamplingParams(max_tokens=24, n=8, seed=number)) for number, prompt in enumerate(prompts)]
+    assert_scored_together(oracle, tmp_path, 720, asked)
+
+
+def assert_scored_together(oracle: PreTrainedModel, folder: Path, rows: int, asked: list[GenerateRequest]) -> None:
+    decoder = load_decoder(folder, "cuda", torch.bfloat16)
+    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=rows, kv_cache_memory_bytes=2**28))
     off = [
         off_by(oracle, request, completion)
         for request, completions in zip(asked, engine.generate(asked), strict=True)

@@ -1,0 +1,52 @@
+"""A decode step of more rows still through the network, as `Decoder.forward` does it. Gate, up and silu are one launch, whose
+tiles are activated and written while others are multiplied (`kernels/decode/gated_many.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.kernels.decode import gated_many
+from redline.kernels.decoder_steps import add_rms_norm, silu_mul
+from redline.models.decoder import Decoder, DecoderLayer, FusedAttend
+
+
+class MostRows:
+    """Steps of very many rows of a network that `FewRows` serves."""
+
+    most_rows = gated_many.MOST_ROWS
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._multiprocessors = torch.cuda.get_device_properties(decoder.embed.device).multi_processor_count
+
+    @staticmethod
+    def serves(decoder: Decoder) -> bool:
+        """Whether it takes this network, of those that `FewRows` takes."""
+        layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        return all(gated_many.serves(layer.gate_up.weight, layer.gate_up.bias) for layer in layers)
+
+    def begins_early(self, rows: int) -> bool:
+        """Whether attention of its own begins before the launch in front of it has ended."""
+        return False
+
+    def hidden(self, tokens_B: Tensor, attend: FusedAttend) -> Tensor:
+        """[B, E] after the final norm, of at most `most_rows` rows."""
+        decoder, eps = self._decoder, self._decoder.spec.norm_eps
+        x_BE, delta_BE = F.embedding(tokens_B, decoder.embed), None
+        for layer in decoder.layers:
+            assert isinstance(layer, DecoderLayer)
+            x_BE, normed_BE = add_rms_norm(x_BE, delta_BE, layer.attn_norm, eps)
+            heads_BX = F.linear(normed_BE, layer.qkv.weight, layer.qkv.bias)
+            out_BHD = attend.attend_fused(layer, heads_BX.view(len(tokens_B), -1, decoder.spec.head_dim))
+            attended_BE = F.linear(out_BHD.flatten(1), layer.o.weight, layer.o.bias)
+            x_BE, normed_BE = add_rms_norm(x_BE, attended_BE, layer.mlp_norm, eps)
+            delta_BE = F.linear(self._gated(normed_BE, layer.gate_up.weight), layer.down.weight, layer.down.bias)
+        return add_rms_norm(x_BE, delta_BE, decoder.norm, eps)[1]
+
+    def _gated(self, x_BE: Tensor, weight: Tensor) -> Tensor:
+        """silu(gate) · up, [B, I]."""
+        tile = gated_many.tile_of(len(x_BE), len(weight) // 2, weight.shape[1], self._multiprocessors)
+        return silu_mul(F.linear(x_BE, weight)) if tile is None else gated_many.gated_product(x_BE, weight, tile)
