@@ -77,8 +77,15 @@ def _check_prompt(request: GenerateRequest, limits: Limits) -> None:
             f"n = {request.sampling.n} after a prompt of {prompt} tokens exceeds the KV cache of {limits.cache_tokens} tokens",
             "raise engine.kv_cache_memory_bytes or engine.gpu_memory_utilization, or lower n",
         )
-    if not 0 <= np.min(request.prompt_ids) <= np.max(request.prompt_ids) < limits.vocab_size:
+    if not are_tokens(request.prompt_ids, limits.vocab_size):
         raise EngineError("a prompt holds an id outside the vocabulary", "tokenize it with the model's own tokenizer")
+
+
+def are_tokens(ids: np.ndarray, vocab_size: int) -> bool:
+    """Whether all of them, of which there are some, are in the vocabulary. Every prompt is asked: int32 is read once."""
+    if ids.dtype == np.int32:
+        return bool(ids.view(np.uint32).max() < vocab_size)  # a negative one is larger than any vocabulary
+    return bool(0 <= ids.min() <= ids.max() < vocab_size)
 
 
 def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
@@ -88,26 +95,29 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
         raise EngineError(
             f"n = {sampling.n} does not fit engine.max_num_seqs = {limits.max_num_seqs}", "raise engine.max_num_seqs"
         )
+    s, coldest = sampling, 1 / MAX_TEMPERATURE
     in_range = {
-        "temperature": (
-            sampling.temperature,
-            sampling.temperature == 0 or 1 / MAX_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE,
-            f"0, or between {1 / MAX_TEMPERATURE:g} and {MAX_TEMPERATURE:g}",
-        ),
-        "seed": (sampling.seed, -(2**63) <= sampling.seed < 2**63, "a signed 64-bit integer"),
-        "top_k": (sampling.top_k, 0 <= sampling.top_k < 2**31, "0 (all) or more"),
-        "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        "min_p": (sampling.min_p, 0 <= sampling.min_p <= 1, "between 0 and 1"),
-        "min_tokens": (sampling.min_tokens, 0 <= sampling.min_tokens <= sampling.max_tokens, "between 0 and max_tokens"),
-        "top_logprobs": (
-            sampling.top_logprobs,
-            0 <= sampling.top_logprobs <= limits.max_top_logprobs,
-            f"between 0 and {limits.max_top_logprobs}",
-        ),
+        "temperature": s.temperature == 0 or coldest <= s.temperature <= MAX_TEMPERATURE,
+        "seed": -(2**63) <= s.seed < 2**63,
+        "top_k": 0 <= s.top_k < 2**31,
+        "top_p": 0 < s.top_p <= 1,
+        "min_p": 0 <= s.min_p <= 1,
+        "min_tokens": 0 <= s.min_tokens <= s.max_tokens,
+        "top_logprobs": 0 <= s.top_logprobs <= limits.max_top_logprobs,
     }
-    for name, (value, ok, allowed) in in_range.items():
-        if not ok:
-            raise EngineError(f"{name} = {value} makes no sense", f"{name} is {allowed}")
+    if all(in_range.values()):
+        return
+    allowed = {
+        "temperature": f"0, or between {coldest:g} and {MAX_TEMPERATURE:g}",
+        "seed": "a signed 64-bit integer",
+        "top_k": "0 (all) or more",
+        "top_p": "above 0 and at most 1",
+        "min_p": "between 0 and 1",
+        "min_tokens": "between 0 and max_tokens",
+        "top_logprobs": f"between 0 and {limits.max_top_logprobs}",
+    }
+    name = next(name for name, ok in in_range.items() if not ok)
+    raise EngineError(f"{name} = {getattr(sampling, name)} makes no sense", f"{name} is {allowed[name]}")
 
 
 def _check_tokens(sampling: SamplingParams, limits: Limits) -> None:
@@ -131,6 +141,8 @@ def _check_tokens(sampling: SamplingParams, limits: Limits) -> None:
 
 def _check_mask(sampling: SamplingParams, limits: Limits) -> None:
     """Something must be left to sample."""
+    if not (sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.min_tokens):
+        return
     allowed = range(limits.vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids
     forbidden = {token for token, bias in sampling.logit_bias.items() if bias == -np.inf}
     if all(token in forbidden for token in allowed):

@@ -188,11 +188,14 @@ class NativeEngine:
 
     def check(self, request: GenerateRequest) -> None:
         """Raises EngineError where it cannot be served as asked."""
-        check_request(request, self.limits, self._adapters.versions)
+        check_request(request, self.limits, () if request.adapter is None else self._adapters.versions)
 
     def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
         self.check(request)
+        return self._queue(request, streaming)
+
+    def _queue(self, request: GenerateRequest, streaming: int) -> int:
         slot = self._adapters.take(request.adapter)
         request_id, now = next(self._ids), time.perf_counter()
         wants = Wants.of(request.sampling, lora=request.adapter is not None)
@@ -248,7 +251,7 @@ class NativeEngine:
         missing = sum(request.sampling.n for request in requests)
         try:
             for request in requests:
-                found[self.submit(request)] = {}
+                found[self._queue(request, 0)] = {}
             while missing:
                 events = self.step()
                 others += [event for event in events if event[0] not in found]

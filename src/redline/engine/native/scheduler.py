@@ -13,7 +13,7 @@ on every device and every rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -381,23 +381,40 @@ class Scheduler:
             self._requeue(sequence)
         self.pool.forget_all()
 
+    def hash_blocks(self, sequences: Iterable[Sequence]) -> None:
+        """Blocks of sequences that decode have become full: who ends later has less left to do, which a caller waits for."""
+        for sequence in sequences:
+            if self._can_file(sequence):
+                self._hash_blocks(sequence)
+
+    def _hash_blocks(self, sequence: Sequence) -> None:
+        """All that its row has tokens for. To hash a long prompt again for each of its completions would hold up the step."""
+        size, begin = self.pool.block_size, len(sequence.keys) * self.pool.block_size
+        prompt, row = sequence.request.prompt_ids, sequence.row
+        sampled = self._rows.tokens_RN[row, max(0, begin - len(prompt)) : self._rows.sampled_R[row]]
+        tokens = sampled if begin >= len(prompt) else np.concatenate([prompt[begin:], sampled])
+        before = sequence.keys[-1] if sequence.keys else sequence.salt
+        sequence.keys = [*sequence.keys, *block_keys(tokens, size, before)]  # siblings share the list of their prompt
+
+    def _can_file(self, sequence: Sequence) -> bool:
+        """Whether anybody could find its blocks. A prompt with logprobs was never looked for, so it has no salt."""
+        return self._prefix_caching and sequence.cacheable and not sequence.request.sampling.prompt_logprobs
+
     def _file_blocks(self, sequence: Sequence) -> None:
         """File the full blocks of prompt and completion: a next turn may begin with both. Those of the prompt were filed when
-        they were computed; to hash a long one again for each of its completions would hold up the step."""
-        if not (self._prefix_caching and sequence.cacheable and sequence.sampled is not None):
+        they were computed."""
+        if not self._can_file(sequence):
             return
-        if sequence.request.sampling.prompt_logprobs:
-            return  # it was never looked for, so it has no salt, and nothing would find it
-        tokens = np.concatenate([sequence.request.prompt_ids, sequence.sampled.token_ids])
-        known = sequence.keys[: len(tokens) // self.pool.block_size]
-        sequence.keys = [*known, *block_keys(tokens, self.pool.block_size, sequence.salt, known)]
+        size, count = self.pool.block_size, sequence.num_prompt + int(self._rows.sampled_R[sequence.row])
+        sequence.keys = sequence.keys[: count // size]  # a stop string may have taken tokens away
+        self._hash_blocks(sequence)
         # The keys and values of the newest token are not computed yet.
-        self._file(sequence, min(len(tokens) - 1, int(self._rows.launched_position_R[sequence.row])), len(known))
+        computed = min(count - 1, int(self._rows.launched_position_R[sequence.row]))
+        self._file(sequence, computed, sequence.num_prompt // size)
 
     def _give_back(self, sequence: Sequence) -> None:
         # Last block first: of a chain, the end is the first to be reused.
-        for block in reversed(sequence.blocks):
-            self.pool.release(block)
+        self.pool.release(*reversed(sequence.blocks))
         sequence.blocks = []
         sequence.num_computed = 0
         if sequence.row != NO_ROW:

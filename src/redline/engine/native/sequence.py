@@ -77,6 +77,7 @@ class Wants:
 
 
 _KNOWN: dict[Wants, Wants] = {}
+_NONE = np.empty(0, np.float32)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +130,8 @@ class Sequence:
     """float32[prompt tokens], NaN where not computed; the sequences of a request share it once their prompt is."""
 
     def __post_init__(self) -> None:
-        self.prompt_logprobs = np.full(self.num_prompt if self.request.sampling.prompt_logprobs else 0, np.nan, np.float32)
+        wanted = self.request.sampling.prompt_logprobs
+        self.prompt_logprobs = np.full(self.num_prompt, np.nan, np.float32) if wanted else _NONE
 
     @property
     def num_prompt(self) -> int:

@@ -150,6 +150,8 @@ class UnderWay:
                     events.append((sequence.request_id, Delta(sequence.index, tokens_S[:new], logprobs_S[:new])))
             elif self._has_piece(sequence):
                 self._hand_out(sequence, None)
+        is_longer_B = self._rows.sampled_R[rows] // self._pool.block_size > sampled_before // self._pool.block_size
+        self._scheduler.hash_blocks(sequence for row in rows[is_longer_B].tolist() if (sequence := at_row[row]) is not None)
 
     def _append(self, results: Results, tokens_SB: np.ndarray, logprobs_SB: np.ndarray) -> None:
         """Note what was sampled: step by step, or at once where many steps bring few tokens."""

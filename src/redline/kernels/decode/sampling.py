@@ -64,9 +64,10 @@ def sample_plain(
     assert peaks_BC.shape == sums_BC.shape == (B, C)
     assert peaks_BC.is_contiguous()
     assert sums_BC.is_contiguous()
+    warps = PICK_WARPS if N > NARROW else PICK_WARPS // 2
     _pick[(B,)](
         logits_BV, logits_BV.stride(0), V, temperature_B, streams_B, counters_B, peaks_BC, sums_BC,
-        out_tokens_B, out_logprobs_B, C, N=N, PADDED_C=triton.next_power_of_2(C), num_warps=PICK_WARPS if N > NARROW else PICK_WARPS // 2,
+        out_tokens_B, out_logprobs_B, C, N=N, PADDED_C=triton.next_power_of_2(C), num_warps=warps,
     )  # fmt: skip
 
 

@@ -135,8 +135,8 @@ def streamed_attention(
     is_stored: bool = False,
 ) -> Tensor:
     """`attention.decode_attention` of a planned step, without prefixes: [B, H, D]. It begins before the launch in front of it
-    has ended, and asks for cached tokens at once, which that launch must not write. With `is_stored` it waits: that launch writes
-    the new tokens' keys and values to their pages, so several rows may be tokens of one line."""
+    has ended, and asks for cached tokens at once, which that launch must not write. With `is_stored` it waits: that launch
+    writes the new tokens' keys and values to their pages, so several rows may be tokens of one line."""
     (blocks, K, page, D), (B, N, _) = keys.shape, heads_BND.shape
     assert all(tensor.is_contiguous() for tensor in (heads_BND, keys, values))
     assert all(tensor.data_ptr() % 16 == 0 for tensor in (heads_BND, keys, values))

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from redline.types import Task
 
+ODD = frozenset("13579")
+
 
 class Letters:
     """Write letters: the reward is their share of the answer. Attempts nearly always differ, so every group has signal."""
@@ -40,5 +42,5 @@ class Words:
         return [self.train(-1 - index) for index in range(count)]
 
     def score(self, task: Task, text: str) -> Mapping[str, float]:
-        said = [int(word[1:]) for word in text.split() if word[1:].isdigit()]
-        return {"odd": sum(number % 2 for number in said) / max(1, len(said))}
+        last = [word[-1] for word in text.split() if word[1:].isdecimal()]  # of each number: 512 answers are waited for
+        return {"odd": sum(map(ODD.__contains__, last)) / max(1, len(last))}

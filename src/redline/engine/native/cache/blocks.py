@@ -80,14 +80,16 @@ class BlockPool:
         self._references[block] += 1
         return block
 
-    def release(self, block: int) -> None:
-        """One holder less. A block that can be found again is the last to be reused, any other the first."""
-        assert self._references[block] > 0, "released more often than held"
-        self._references[block] -= 1
-        if self._references[block] == 0 and block in self._key_of:
-            self._cached[block] = None
-        elif self._references[block] == 0:
-            self._idle.append(block)
+    def release(self, *blocks: int) -> None:
+        """One holder less of each. A block that can be found again is the last to be reused, any other the first."""
+        references, key_of, cached, idle = self._references, self._key_of, self._cached, self._idle
+        for block in blocks:
+            left = references[block] = references[block] - 1
+            assert left >= 0, "released more often than held"
+            if left == 0 and block in key_of:
+                cached[block] = None
+            elif left == 0:
+                idle.append(block)
 
     def file(self, block: int, key: bytes) -> None:
         """From now on the block is found under `key`, unless another one already is."""
@@ -140,7 +142,7 @@ class BlockPool:
 
 def block_keys(tokens: np.ndarray, block_size: int, salt: bytes, known: Sequence[bytes] = ()) -> Iterator[bytes]:
     """The key of every full block of `tokens` after the `known` ones, each a hash over the one before it. `salt` names version
-    and adapter."""
+    and adapter, or is the key of the block in front of `tokens`."""
     key = known[-1] if known else salt
     data = np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
     width = 4 * block_size
