@@ -4,16 +4,17 @@
     begin             remembers the indices           puts them to the tasks
     pose              the caller, in `finished`       a thread "tasks": fetches the task, begins its attempts
     sample            the caller, in `finished`       the session's thread, "rollouts": steps the engine
-    score             the caller, all together        threads "rewards", "rewards-2", …: one group each
+    score             threads "score", "score-2", …   threads "rewards", "rewards-2", …: one group each
     finished          does all of it                  waits for what comes
 
 An environment of several turns (`rollouts.environment`) samples and scores in turn: its attempts are tasks of an event loop
 in a thread "environments" (`episodes/`), which asks the engine for each reply and gives back attempts that have their rewards.
 
-Lockstep runs until all is done, in the caller's thread. Beside the trainer, the thread that steps the engine never waits for
-the user's code. Tasks and rewards may take long, and some never come: as many workers score as the buffer's controller asks
-for, and a group that is cancelled while its task is fetched or its rewards are computed leaves its worker behind, and another
-goes on with the next one. It is the same class that makes the calls in lockstep (`user_code/limited_calls.py`).
+Lockstep runs until all is done; an attempt is scored once it is sampled, while others are not. Beside the trainer, the
+thread that steps the engine never waits for the user's code. Tasks and rewards may take long, and some never come: as many
+workers score as the buffer's controller asks for, and a group that is cancelled while its task is fetched or its rewards are
+computed leaves its worker behind, and another goes on with the next one. It is the same class that makes the calls in lockstep
+(`user_code/limited_calls.py`).
 
 Of the groups that are begun at one version, those that are expected to take longest begin first (`lengths.py`): in lockstep all
 of them are put in order; beside the trainer, those that wait for rows of the engine.
@@ -39,10 +40,10 @@ from redline.rollouts.episodes.group import EpisodeGroup
 from redline.rollouts.episodes.loop import LOOK_S
 from redline.rollouts.evaluate import evaluate
 from redline.rollouts.lengths import ExpectedLengths
-from redline.rollouts.play import GroupPlay, asks_once
+from redline.rollouts.play import GroupPlay, SampledAttempt, asks_once
 from redline.rollouts.posing import Posing, Refused
 from redline.rollouts.prompts import failed_attempts
-from redline.rollouts.scoring import Scoring
+from redline.rollouts.scoring import GatheredScores, Scoring
 from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.user_code.jobs import Job
 from redline.rollouts.user_code.source import CalledSource
@@ -88,6 +89,8 @@ class Dispatcher:
         """Groups beside the trainer, by index, from their requests to the engine until they are delivered or cancelled."""
         self._num_sampling_here = 0
         """Groups for which a caller steps the engine."""
+        self._scores_here: GatheredScores | None = None
+        """Scores their attempts."""
         self._finished: deque[TrajectoryGroup] = deque()
         self._error: BaseException | None = None
         self._workers = Workers(self, self._source, lock, setup.max_reward_workers, prepare_thread) if beside else None
@@ -197,7 +200,7 @@ class Dispatcher:
         if isinstance(play, EpisodeGroup):
             assert self._episodes is not None
             return self._episodes.sampled_tokens(play)
-        found = {attempt: len(completion.token_ids) for attempt, completion in list(play.completions.items())}
+        found = {place: len(sampled.completion.token_ids) for place, sampled in list(play.completions.items())}
         for number, shared in play.numbers.items():
             so_far = self.session.sampled_tokens(number)
             for position, attempt in enumerate(shared.attempts):
@@ -270,15 +273,16 @@ class Dispatcher:
             played = iter(self._episodes.play_here(groups) if groups else ())
             return [failed_attempts(p.failure, n, version) if isinstance(p, Refused) else next(played) for p in posed]
         plays = [p for p in posed if isinstance(p, GroupPlay)]
-        if plays:
-            self._sample_here(plays)
         self._source.try_again("score")
-        scored = iter(self._scoring.scored(plays))
+        with self._scoring.gathering() as scores:
+            if plays:
+                self._sample_here(plays, scores)
+            scored = iter(scores.scored(plays))
         return [failed_attempts(p.failure, n, version) if isinstance(p, Refused) else next(scored) for p in posed]
 
-    def _sample_here(self, plays: Sequence[GroupPlay]) -> None:
-        """Have the engine sample all of them, whose requests reach it together."""
-        self._num_sampling_here = len(plays)
+    def _sample_here(self, plays: Sequence[GroupPlay], scores: GatheredScores) -> None:
+        """Have the engine sample all of them, whose requests reach it together, and each attempt scored once it is."""
+        self._num_sampling_here, self._scores_here = len(plays), scores
         with self.session.held():
             try:
                 with span("engine.schedule"):  # as of an engine with a thread of its own
@@ -289,6 +293,8 @@ class Dispatcher:
                 for play in plays:
                     self._give_back(play)
                 raise
+            finally:
+                self._scores_here = None
 
     # ── the parts of the pipeline, in whichever thread ─────────────────────────────────────────────────────────────────
 
@@ -350,24 +356,30 @@ class Dispatcher:
     def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
         """Take what a step of the engine brought, in the thread that stepped it."""
         with span("rollouts.dispatch"), self._changed:
+            sampled_here: list[SampledAttempt] = []
             for number, piece in pieces:
                 if number in self._sampling:  # and not what is left of one that was cancelled
-                    self._take(number, piece)
+                    self._take(number, piece, sampled_here)
+            if sampled_here and self._scores_here is not None:
+                self._scores_here.add(sampled_here)
 
-    def _take(self, number: int, piece: Delta | Exception) -> None:
+    def _take(self, number: int, piece: Delta | Exception, sampled_here: list[SampledAttempt]) -> None:
         if isinstance(piece, Exception):
             self.fail(piece)
             raise piece
         if piece.completion is None:
             return
         play = self._sampling[number]
-        play.take(number, piece.index, piece.completion)
+        sampled = play.take(number, piece.index, piece.completion)
+        workers = self._workers if play.index in self._under_way else None
+        if workers is None:
+            sampled_here.append(sampled)
         if not play.is_sampled:
             return
         for finished in play.numbers:
             del self._sampling[finished]
-        if self._workers and play.index in self._under_way:
-            self._workers.rewards.put(self._scoring.job(play, self.deliver))
+        if workers:
+            workers.rewards.put(self._scoring.job(play, self.deliver))
         else:
             self._num_sampling_here -= 1
 

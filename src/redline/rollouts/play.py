@@ -113,7 +113,7 @@ class GroupPlay:
     """As `TrajectoryGroup.expected_tokens`."""
     numbers: dict[int, SharedRequest] = field(default_factory=dict)
     """The session's number of each request."""
-    completions: dict[int, Completion] = field(default_factory=dict)
+    completions: dict[int, SampledAttempt] = field(default_factory=dict)
     """By attempt, as they come."""
     is_wanted: bool = True
     """False once the group is cancelled: what is left of its rewards is not computed."""
@@ -122,23 +122,24 @@ class GroupPlay:
     def is_sampled(self) -> bool:
         return len(self.completions) == len(self.attempts)
 
-    def take(self, number: int, position: int, completion: Completion) -> None:
-        """The completion of a request at a position is there."""
-        self.completions[self.numbers[number].attempts[position]] = completion
+    def take(self, number: int, position: int, completion: Completion) -> SampledAttempt:
+        """The completion of a request at a position is there: which attempt has been waiting for it."""
+        shared = self.numbers[number]
+        place = shared.attempts[position]
+        sampled = self.completions[place] = SampledAttempt(self, place, self.attempts[place], shared.request, completion)
+        return sampled
 
     def sampled(self) -> list[SampledAttempt]:
         """The attempts in order, once each has its completion."""
-        requests = {attempt: shared.request for shared in self.requests for attempt in shared.attempts}
-        return [
-            SampledAttempt(self, attempt, requests[number], self.completions[number])
-            for number, attempt in enumerate(self.attempts)
-        ]
+        return [self.completions[number] for number in range(len(self.attempts))]
 
 
 class SampledAttempt(NamedTuple):
     """An attempt for which the engine has sampled a reply."""
 
     play: GroupPlay
+    number: int
+    """Which of the group's attempts it is."""
     attempt: Attempt
     request: GenerateRequest
     completion: Completion

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from redline.rollouts.rewards.parts import REWARD_MODEL_PART, overlong_penalty, 
 from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.user_code.failures import failure_of
 from redline.rollouts.user_code.jobs import Job
+from redline.rollouts.user_code.limited_calls import Gathering
 from redline.rollouts.user_code.source import CalledSource
 from redline.telemetry import span
 from redline.types import Failure, Task, Trajectory, TrajectoryGroup, Turn
@@ -30,8 +32,8 @@ Parts = dict[str, float]
 
 
 class Scoring:
-    """Computes rewards, with the user's code and a reward model: of whole batches, for a caller that waits for them, or of one
-    group each, as a job for threads that score beside the trainer."""
+    """Computes rewards, with the user's code and a reward model: of a batch, each attempt once it is sampled, for a caller that
+    waits for all of them in the end, or of one group each, as a job for threads that score beside the trainer."""
 
     def __init__(self, setup: RolloutSetup, source: CalledSource) -> None:
         self._source = source
@@ -41,22 +43,20 @@ class Scoring:
         self._judging = threading.Lock()
         """The reward model is used by one thread at a time."""
 
-    def scored(self, plays: Sequence[GroupPlay]) -> list[list[Trajectory]]:
-        """The attempts of each group with their rewards, in order. Blocks until all are there. As many threads help as may
-        score at once."""
-        with span("rollouts.reward"):
-            replies = _Replies(self, plays)
-            attempts = replies.trajectories(self._source.results(replies.calls()))
-        return self._judged(plays, attempts)
+    @contextmanager
+    def gathering(self) -> Iterator[GatheredScores]:
+        """Rewards of attempts that are given one after the other, while the engine still samples others."""
+        with self._source.gathering() as calls:
+            yield GatheredScores(self, calls)
 
     def job(self, play: GroupPlay, deliver: Callable[[int, TrajectoryGroup], None]) -> Job:
         """What makes a group of a task's attempts, in a thread that scores."""
-        replies = _Replies(self, [play])
+        replies = _Replies(self, play.sampled())
 
         def end(outcomes: Sequence[Parts | Failure]) -> TrajectoryGroup:
             with span("rollouts.reward"):
-                attempts = replies.trajectories(outcomes)
-            [trajectories] = self._judged([play], attempts)
+                attempts = [replies.trajectories(outcomes)]
+            [trajectories] = self.judged([play], attempts)
             return self.group(play.index, play.task, trajectories, play.began, expected_tokens=play.expected_tokens)
 
         return Job(play.index, replies.calls, end, partial(deliver, play.index))
@@ -121,7 +121,7 @@ class Scoring:
 
     # ── a reward model's score ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _judged(self, plays: Sequence[GroupPlay], attempts: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    def judged(self, plays: Sequence[GroupPlay], attempts: list[list[Trajectory]]) -> list[list[Trajectory]]:
         """Add the reward model's score, where there is one, to the parts of each reward; all answers are scored together."""
         if self._reward_model is None:
             return attempts
@@ -174,25 +174,53 @@ class Scoring:
         return replace(trajectory, reward=trajectory.reward + penalty, reward_parts=parts)
 
 
-class _Replies:
-    """What the engine has sampled for some groups: the calls that score it, and attempts with what came of them."""
+class GatheredScores:
+    """Attempts that are scored while others are sampled."""
 
-    def __init__(self, scoring: Scoring, plays: Sequence[GroupPlay]) -> None:
-        self._scoring, self._plays = scoring, plays
-        self._sampled: list[SampledAttempt] = []
-        self._turns: list[Turn] = []
+    def __init__(self, scoring: Scoring, calls: Gathering) -> None:
+        self._scoring, self._calls = scoring, calls
+        self._replies: list[_Replies] = []
+
+    def add(self, sampled: Sequence[SampledAttempt]) -> None:
+        """Have these scored. Does not wait for the user's code."""
+        replies = _Replies(self._scoring, sampled)
+        self._replies.append(replies)
+        self._calls.add(replies.calls())
+
+    def scored(self, plays: Sequence[GroupPlay]) -> list[list[Trajectory]]:
+        """The attempts of each group with their rewards, in this order. Blocks until all are there."""
+        with span("rollouts.reward"):
+            outcomes = iter(self._calls.results())
+            scored = {
+                (sampled.play, sampled.number): trajectory
+                for replies in self._replies
+                for sampled, trajectory in zip(replies.sampled, replies.trajectories(outcomes), strict=True)
+            }
+            attempts = [[scored[play, number] for number in range(len(play.attempts))] for play in plays]
+        return self._scoring.judged(plays, attempts)
+
+
+class _Replies:
+    """What the engine has sampled for some attempts: the calls that score it, and attempts with what came of them."""
+
+    def __init__(self, scoring: Scoring, sampled: Sequence[SampledAttempt]) -> None:
+        self._scoring, self.sampled = scoring, sampled
 
     def calls(self) -> list[Callable[[], Parts | Failure]]:
-        """One for each attempt. Decodes the replies."""
-        self._sampled = [attempt for play in self._plays for attempt in play.sampled()]
-        texts = self._scoring.texts([attempt.completion.token_ids for attempt in self._sampled])
-        self._turns = [_turn(attempt, text) for attempt, text in zip(self._sampled, texts, strict=True)]
-        return [partial(self._scoring.parts, *reply) for reply in zip(self._sampled, self._turns, strict=True)]
+        """One for each attempt. The first that is made decodes the replies."""
+        return [partial(self._parts, place) for place in range(len(self.sampled))]
 
-    def trajectories(self, outcomes: Sequence[Parts | Failure]) -> list[list[Trajectory]]:
-        """The attempts of each group, given what came of the calls."""
-        scored = map(self._scoring.trajectory, self._sampled, self._turns, outcomes)
-        return [[next(scored) for _ in play.attempts] for play in self._plays]
+    def trajectories(self, outcomes: Iterable[Any]) -> list[Trajectory]:
+        """The attempts, given what came of the calls, of which no more are taken than there are attempts."""
+        return list(map(self._scoring.trajectory, self.sampled, self._turns, outcomes))
+
+    def _parts(self, place: int) -> Parts | Failure:
+        return self._scoring.parts(self.sampled[place], self._turns[place])
+
+    @cached_property
+    def _turns(self) -> list[Turn]:
+        texts = self._scoring.texts([attempt.completion.token_ids for attempt in self.sampled])
+        return [_turn(attempt, text) for attempt, text in zip(self.sampled, texts, strict=True)]
 
 
 def _longest_reply(trajectory: Trajectory) -> int:

@@ -26,7 +26,7 @@ from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts import Chat, Dispatcher, RolloutSetup, dispatcher
 from redline.telemetry import Recorder, recording
-from redline.types import Delta, EngineStats, TrajectoryGroup, WeightUpdate
+from redline.types import Delta, EngineStats, Task, TrajectoryGroup, WeightUpdate
 
 TOKENIZER = tiny_tokenizer()
 CONFIG = RolloutsConfig(task={"kind": "import", "path": "tests:Fake"}, group_size=3, max_new_tokens=12)  # type: ignore[arg-type]
@@ -137,6 +137,44 @@ def test_the_order_changes_no_token(decoder: AnyDecoder) -> None:
     order: list[list[int]] = []
     assert sampled([]) == sampled([("task/2", [9]), ("task/1", [5, 7]), ("task/0", [2])])
     assert order == [[0, 1, 2, 3, 4, 5], [2, 5, 1, 4, 0, 3]]
+
+
+class SeesScores(ForcedLengths):
+    """Samples on once the first attempt that it has sampled is scored."""
+
+    def __init__(self, engine: NativeEngine, lengths: dict[int, np.ndarray], scored: threading.Event) -> None:
+        super().__init__(engine, lengths)
+        self.scored, self.was_scored, self.num_steps = scored, False, 0
+
+    def step(self) -> list[Delta]:
+        self.num_steps += 1
+        if self.num_steps == 6:
+            self.was_scored = self.scored.wait(60)
+        return super().step()
+
+
+class Scored(FakeTasks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored = threading.Event()
+
+    def score(self, task: Task, text: str) -> dict[str, float]:
+        self.scored.set()
+        return {"length": len(text)}
+
+
+def test_in_lockstep_an_attempt_is_scored_while_others_are_sampled_and_rewards_are_in_order(decoder: AnyDecoder) -> None:
+    tasks = Scored()
+    lengths = {0: np.array([9, 11, 2]), 1: np.array([3, 12, 7])}
+    engine = SeesScores(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER), lengths, tasks.scored)
+    rollouts = Dispatcher(EngineSession(engine), setup_of(tasks))
+    rollouts.begin(range(2), 0)
+    groups = all_of(rollouts, 2)
+    rollouts.close()
+    assert engine.was_scored
+    for index, group in groups.items():
+        assert [t.num_completion_tokens for t in group.trajectories] == lengths[index].tolist()
+        assert [t.reward for t in group.trajectories] == [len(t.text) for t in group.trajectories]
 
 
 def test_groups_of_an_earlier_process_are_known_with_what_was_expected_of_them(decoder: AnyDecoder) -> None:

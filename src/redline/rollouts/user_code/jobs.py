@@ -73,6 +73,10 @@ class Job:
     """The thread that waits for it, where one does."""
     calls: Sequence[Work] | None = None
     """None until it has begun."""
+    is_whole: bool = True
+    """No more calls come."""
+    computes: bool = False
+    """Its calls take more computing than waiting."""
     next: int = 0
     """The first call that no thread has taken."""
     outcomes: dict[int, Any] = field(default_factory=dict)
@@ -87,12 +91,17 @@ class Job:
         """Whether calls are left to make, or all are made and nothing has been made of them yet."""
         if self.is_over or self.is_ending:
             return False
-        return self.calls is None or self.next < len(self.calls) or self.is_complete
+        return self.calls is None or self.has_calls or self.is_complete
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls are left that can be made now: those that compute only once no more come."""
+        return self.calls is not None and self.next < len(self.calls) and (self.is_whole or not self.computes)
 
     @property
     def is_complete(self) -> bool:
         """Whether something came of each of its calls."""
-        return self.calls is not None and len(self.outcomes) == len(self.calls)
+        return self.is_whole and self.calls is not None and len(self.outcomes) == len(self.calls)
 
 
 class Worker:

@@ -6,10 +6,11 @@
     limit_s passes ─────────────┤  the call is a Failure, and another thread goes on with the job
     cancel ─────────────────────┘  the job is not wanted any more
 
-In either case the thread is left behind, and another takes its place. In lockstep a caller waits for the `results` of one job,
-and all threads may make its calls; beside the trainer each job is a group, with one thread at a time. One thread makes the
-calls until more are wanted: beside the trainer the buffer's controller says how many (`hold`), and in lockstep others help as
-soon as the calls wait for something (a service, a process, a disk): computing in Python would not become faster.
+In either case the thread is left behind, and another takes its place. In lockstep a caller gives the calls of one job as they
+come, while it does something else, then waits for the results (`Gathering`), and all threads may make them; beside the trainer
+each job is a group, with one thread at a time. One thread makes the calls until more are wanted: beside the trainer the
+buffer's controller says how many (`hold`), and in lockstep others help as soon as the calls wait for something (a service, a
+process, a disk): computing in Python would not become faster. Calls that compute are left until the caller does nothing else.
 
 A thread that is not wanted at present waits like one that has nothing to do: if it ended, it would come back as another lane.
 """
@@ -19,10 +20,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 from redline.errors import TaskError, boundary
 from redline.rollouts.user_code.failures import failure_of
@@ -37,6 +39,20 @@ Result = TypeVar("Result")
 
 HELP_AFTER_S = 0.02
 """Seconds of waiting, and more than of computing, after which others help. To start them takes a millisecond."""
+WAITS = 2.0
+"""Calls are made while others still come if they wait for this many times as long as they compute: who gives them computes
+too, on the same cores and under the same lock of the interpreter."""
+
+
+class Gathering(Protocol):
+    """Calls that come little by little, and at the end what came of all of them."""
+
+    def add(self, works: Sequence[Callable[[], object]]) -> None:
+        """Have these made, after those before them. Does not block."""
+
+    def results(self) -> list[object]:
+        """What came of each, in their order: the value, or why there is none, a `Failure`. Blocks until all are there. No more
+        may be added."""
 
 
 class UserCalls:
@@ -82,25 +98,51 @@ class UserCalls:
     def results(self, works: Sequence[Callable[[], Result]]) -> list[Result | Failure]:
         """What came of each, in their order: the value, or why there is none. Blocks until all are there. Without a limit, and
         with one thread, the caller makes the calls."""
+        with self.gathering() as gathering:
+            gathering.add(works)
+            return cast("list[Result | Failure]", gathering.results())
+
+    @contextmanager
+    def gathering(self) -> Iterator[Gathering]:
+        """The calls of one job, from now on. Without a limit, and with one thread, the caller makes them, in `results`. What is
+        missing in the end, after an interrupt, is not wanted any more."""
         if self._function.permits is None:
             self._permits.try_again()
         if self._function.limit_s is None and self.most == 1:
-            return [self._own_outcome(work) for work in works]
-        if not works:
-            return []
-        job = Job(-1, lambda: works, list, lambda _: self._changed.notify_all(), self.most, threading.get_ident(), works)
+            yield _OwnCalls(self._own_outcome)
+            return
         with self._changed:
             self._num_wanted, self._error = 1, None
-            try:
-                self._fail_the_rest_if_hopeless(job)
-                self.put(job)
-                while not job.is_over and self._error is None:
-                    self._changed.wait()
-            finally:  # after an interrupt some are missing, and they are not wanted any more
+        calls: list[Work] = []
+        ended = self._changed.notify_all
+        job = Job(-1, lambda: calls, list, lambda _: ended(), self.most, threading.get_ident(), calls, is_whole=False)
+        try:
+            yield _JobCalls(self, job, calls)
+        finally:
+            with self._changed:
                 self._cancel(job)
+
+    def _add(self, job: Job, calls: list[Work], works: Sequence[Work]) -> None:
+        with self._changed:
+            calls += works
+            self._fail_the_rest_if_hopeless(job)
+            if job in self._jobs:
+                self._open_again(job)
+            else:
+                self.put(job)
+
+    def _results(self, job: Job) -> list[object]:
+        with self._changed:
+            job.is_whole = True
+            if job in self._jobs and job.is_complete:
+                self._deliver(job, None)
+            elif job in self._jobs:
+                self._open_again(job)
+            while job in self._jobs and self._error is None:
+                self._changed.wait()
             if self._error is not None:
                 raise self._error
-            return [job.outcomes[place] for place in range(len(works))]
+            return [job.outcomes[place] for place in range(len(job.outcomes))]
 
     def put(self, job: Job) -> None:
         """Have it done, after those before it. Does not block."""
@@ -191,6 +233,12 @@ class UserCalls:
                 " given up",
                 "give what it waits for a limit of its own, so that calls end",
             ) from error
+
+    def _open_again(self, job: Job) -> None:
+        if job not in self._open:
+            self._open.append(job)
+        self._start_missing()
+        self._changed.notify_all()
 
     def _cancel(self, job: Job) -> None:
         if job.is_over:
@@ -286,8 +334,10 @@ class UserCalls:
                 worker.call = None
                 job.outcomes[worker.place] = outcome
                 self._permits.returned()
-                if job.most > 1 and self._num_wanted < self.most and waited_s > max(HELP_AFTER_S, computed_s):
+                waits_for = 1.0 if job.is_whole else WAITS
+                if job.most > 1 and self._num_wanted < self.most and waited_s > max(HELP_AFTER_S, waits_for * computed_s):
                     self._get_help(job)
+                job.computes |= computed_s > max(HELP_AFTER_S, waited_s / WAITS)
                 work = self._next_call(job, worker)
         with self._changed:
             is_complete = job.wants_a_thread and not worker.is_left
@@ -296,7 +346,7 @@ class UserCalls:
 
     def _next_call(self, job: Job, worker: Worker) -> Work | None:
         assert job.calls is not None
-        if worker.is_left or job.next >= len(job.calls):
+        if worker.is_left or not job.has_calls:
             return None
         worker.place = job.next
         job.next += 1
@@ -415,3 +465,30 @@ class UserCalls:
                 " each in a thread of its own",
                 "give what it waits for a limit of its own, or compute in a process that can be ended, so that calls end",
             )
+
+
+class _OwnCalls:
+    """Calls that the caller makes when it wants their results."""
+
+    def __init__(self, outcome: Callable[[Work], object]) -> None:
+        self._outcome, self._works = outcome, list[Work]()
+
+    def add(self, works: Sequence[Work]) -> None:
+        self._works += works
+
+    def results(self) -> list[object]:
+        return [self._outcome(work) for work in self._works]
+
+
+class _JobCalls:
+    """Calls that threads make."""
+
+    def __init__(self, user_calls: UserCalls, job: Job, calls: list[Work]) -> None:
+        self._user_calls, self._job, self._calls = user_calls, job, calls
+
+    def add(self, works: Sequence[Work]) -> None:
+        if works:
+            self._user_calls._add(self._job, self._calls, works)
+
+    def results(self) -> list[object]:
+        return self._user_calls._results(self._job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -12,7 +13,7 @@ from redline.rollouts.tasks.checks import check_task
 from redline.rollouts.user_code.coroutines import EventLoop
 from redline.rollouts.user_code.elsewhere import ScoredElsewhere
 from redline.rollouts.user_code.jobs import ThreadKind, UserFunction
-from redline.rollouts.user_code.limited_calls import UserCalls
+from redline.rollouts.user_code.limited_calls import Gathering, UserCalls
 from redline.rollouts.user_code.permits import Permits
 from redline.types import Failure, Task
 
@@ -56,10 +57,10 @@ class CalledSource:
         score: Score = self._loop.result(self._tasks.score(task, text))
         return score
 
-    def results(self, works: Sequence[Callable[[], Result]]) -> list[Result | Failure]:
-        """What comes of works that score, in order. Blocks until all are there or were given up. As many threads help as may
-        score at once."""
-        return self._score_calls.results(works)
+    def gathering(self) -> AbstractContextManager[Gathering]:
+        """Works that score, as they come, and what comes of them or why they were given up. As many threads help as may score
+        at once."""
+        return self._score_calls.gathering()
 
     @property
     def scored_by(self) -> TaskSource:

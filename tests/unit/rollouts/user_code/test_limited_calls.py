@@ -214,6 +214,110 @@ def test_the_lane_of_the_thread_adds_up_and_has_one_span_for_all_calls() -> None
     assert len(spans) == 1, "one for all of them: there may be thousands"
 
 
+# ── calls that come little by little ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_calls_are_made_while_others_are_still_to_come(limited: UserCalls) -> None:
+    made = threading.Event()
+    with limited.gathering() as gathering:
+        gathering.add([lambda: 1, lambda: made.set() or 2])  # type: ignore[func-returns-value]
+        assert made.wait(60)
+        gathering.add([])
+        gathering.add([lambda: 3])
+        assert gathering.results() == [1, 2, 3]
+
+
+def test_those_that_wait_get_help_before_all_are_there(many: UserCalls) -> None:
+    together = threading.Barrier(4, timeout=300)
+    with many.gathering() as gathering:
+        gathering.add([waiting(0), *[together.wait] * 4])
+        eventually(lambda: num_threads() == 4 and together.n_waiting == 0, "nobody helps")
+        gathering.add([waiting(5)])
+        first, *_, last = gathering.results()
+    assert (first, last) == (0, 5)
+
+
+def test_those_that_compute_are_left_until_no_more_come(many: UserCalls) -> None:
+    begun: list[int] = []
+
+    def computing(number: int) -> int:
+        begun.append(number)
+        until = time.thread_time() + 2 * calls_module.HELP_AFTER_S
+        while time.thread_time() < until:
+            pass
+        return number
+
+    def left() -> bool:
+        return not any(job.wants_a_thread for job in many._jobs)
+
+    with many.gathering() as gathering:
+        gathering.add([lambda: computing(0), lambda: computing(1)])
+        eventually(left, "the second is made too")
+        gathering.add([lambda: computing(2)])
+        assert left()
+        assert begun == [0]
+        assert gathering.results() == [0, 1, 2]
+
+
+def test_a_call_that_hangs_while_others_come_costs_its_own_outcome(limited: UserCalls, hanging: Hanging) -> None:
+    with limited.gathering() as gathering:
+        gathering.add([hanging])
+        eventually(lambda: not calls_now() and hanging.begun == 1, "it is not given up")
+        gathering.add([lambda: 1, hanging, lambda: 3])
+        late, first, later, last = gathering.results()
+    assert (first, last) == (1, 3)
+    assert isinstance(late, Failure)
+    assert isinstance(later, Failure)
+
+
+def test_if_nothing_is_asked_for_nothing_comes(limited: UserCalls) -> None:
+    with limited.gathering() as gathering:
+        assert gathering.results() == []
+    assert num_threads() == 0
+
+
+def test_what_is_missing_after_an_interrupt_is_not_called(limited: UserCalls) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        end.wait(60)
+
+    seen: list[int] = []
+
+    def interrupted() -> None:
+        with limited.gathering() as gathering:
+            gathering.add([first, lambda: seen.append(1)])
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    end.set()
+    assert limited.results([lambda: 5]) == [5]
+    assert not seen
+
+
+def test_where_too_many_are_stuck_the_caller_learns_it_in_the_end(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "MAX_STUCK", 1)
+    calls = UserCalls(UserFunction("reward", "score", 0.1, "rollouts.reward_timeout_s"))
+    with calls.gathering() as gathering:
+        gathering.add([hanging, hanging, lambda: 3])
+        eventually(lambda: calls._error is not None, "two are stuck, and nobody says so")
+        gathering.add([lambda: 4])
+        with pytest.raises(TaskError, match=r"2 calls of `score` were given up after 0\.1 s"):
+            gathering.results()
+    calls.close()
+
+
+def test_without_a_limit_the_caller_makes_them_once_all_are_there() -> None:
+    calls = UserCalls(UserFunction("reward", "score", None, "rollouts.reward_timeout_s"))
+    with calls.gathering() as gathering:
+        gathering.add([threading.current_thread])
+        gathering.add([threading.current_thread])
+        assert gathering.results() == [threading.current_thread()] * 2
+
+
 # ── coroutines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
