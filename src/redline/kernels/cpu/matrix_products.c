@@ -3,9 +3,9 @@
 //
 // A register holds 16 lines of 64 bytes. One takes 32 numbers of 16 rows of the weight, where they lie; another the same 32 numbers
 // of 16 rows of x, with pairs of numbers as its lines, as the unit wants its second factor. So x, which is small, is laid out once a
-// call, and the weight is read once: 32 rows of it stay in the nearer caches while all of x passes by. (To fetch the next 32 by
-// hand meanwhile is slower than what the CPU does by itself.) Sums come out with a line for each row of the weight, and are turned
-// on their way to `out`.
+// call, and the weight is read once: 32 rows of it stay in the nearer caches while all of x passes by, and the next 32 are fetched
+// meanwhile, in the order in which they lie: the CPU sees no order in lines of 32 rows at once. Sums come out with a line for each
+// row of the weight, and are turned on their way to `out`, two rounded ones as a word.
 //
 // Which numbers a sum adds, and in which order, does not depend on how many rows there are, nor on where a row stands.
 //
@@ -22,6 +22,13 @@
 #define TALL 32       // rows of the weight that are taken at once, and rows of x: two registers each
 #define ENOUGH 65536  // multiplications that are worth another thread
 
+static inline float number(scalar bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
 // ── the matrix unit ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 #if EMULATED
@@ -35,17 +42,11 @@ static _Thread_local Register of[8];
 int may_compute(void) { return 1; }
 static void begin(void) {}
 static void end(void) {}
-static float wide(uint16_t number) {
-    uint32_t bits = (uint32_t)number << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
 static void multiply(Register* sums, const Register* a, const Register* b) {
     for (int m = 0; m < SIDE; m++)
         for (int k = 0; k < SIDE; k++)
             for (int n = 0; n < SIDE; n++)
-                for (int half = 0; half < 2; half++) sums->sums[m][n] += wide(a->pairs[m][k][half]) * wide(b->pairs[k][n][half]);
+                for (int half = 0; half < 2; half++) sums->sums[m][n] += number(a->pairs[m][k][half]) * number(b->pairs[k][n][half]);
 }
 #define CLEAR(to) memset(&of[to], 0, sizeof(Register))
 #define LOAD(to, from, pitch) \
@@ -130,7 +131,7 @@ static inline void turn(vec* lines) {
 struct Product {
     const scalar *weight, *bias;
     scalar* out;
-    long T, O, I;
+    long T, O, I, pairs;
     char* rows;  // of x, [pairs of registers][I / INNER][2] registers
 };
 
@@ -154,17 +155,19 @@ static inline void lay_out(const struct Product* p, const scalar* x, long pair, 
     }
 }
 
-// 32 rows of the weight by 32 rows of x, or by 16.
+// 32 rows of the weight by 32 rows of x, or by 16. Meanwhile the cache gets its share of the next 32 rows.
 static inline __attribute__((always_inline)) void multiplied(
     const struct Product* p, long o, long pair, const int both, float (*sums)[TALL]) {
     const scalar *upper = p->weight + o * p->I, *lower = upper + SIDE * p->I;
-    const long pitch = sizeof(scalar) * p->I;
+    const long pitch = sizeof(scalar) * p->I, lines = TALL / p->pairs;
+    const char* ahead = (const char*)(lower + SIDE * p->I) + pair * lines * pitch;
     CLEAR(0);
     CLEAR(1);
     CLEAR(2);
     CLEAR(3);
     for (long k = 0; k < p->I / INNER; k++) {
         const char* x = place_of(p, pair, k);
+        for (long i = 0; i < lines; i++) __builtin_prefetch(ahead + (k * lines + i) * 64, 0, 2);
         LOAD(4, upper + k * INNER, pitch);
         LOAD(6, x, 64);
         LOAD(5, lower + k * INNER, pitch);
@@ -184,17 +187,17 @@ static inline __attribute__((always_inline)) void multiplied(
     }
 }
 
-// Sums of 16 rows of the weight and 16 of x, turned, with the bias, rounded.
-static inline void written(const struct Product* p, long o, long first, const float* sums) {
+// Sums of 32 rows of the weight and 16 of x, with the bias, rounded and turned.
+static inline void written(const struct Product* p, long o, long first, const float (*sums)[TALL]) {
     vec lines[SIDE * PER_LINE];
-    for (int i = 0; i < SIDE; i++) memcpy(lines + i * PER_LINE, sums + i * TALL, 64);
-    turn(lines);
-    for (int i = 0; i < SIDE && first + i < p->T; i++)
+    for (int i = 0; i < SIDE; i++)
         for (int part = 0; part < PER_LINE; part++) {
-            vec sum = lines[i * PER_LINE + part];
-            if (p->bias) sum += load(p->bias + o + part * LANES);
-            store(p->out + (first + i) * p->O + o + part * LANES, sum);
+            vec even = *(const vec*)(sums[2 * i] + part * LANES), odd = *(const vec*)(sums[2 * i + 1] + part * LANES);
+            if (p->bias) even += number(p->bias[o + 2 * i]), odd += number(p->bias[o + 2 * i + 1]);
+            lines[i * PER_LINE + part] = (vec)(rounded_bits(even) | rounded_bits(odd) << 16);
         }
+    turn(lines);
+    for (int i = 0; i < SIDE && first + i < p->T; i++) memcpy(p->out + (first + i) * p->O + o, lines + i * PER_LINE, 64);
 }
 
 // Where there is no memory for x, what comes out is NaN. O is at least 32: the last rows of a weight are taken together with some that
@@ -208,7 +211,7 @@ void product(
         for (long i = 0; i < T * O; i++) out[i] = 0x7fc0;
         return;
     }
-    const struct Product p = {weight, bias, out, T, O, I, rows};
+    const struct Product p = {weight, bias, out, T, O, I, pairs, rows};
 #pragma omp parallel num_threads(threads) if (T * O * I > ENOUGH)
     {
 #pragma omp for schedule(static)
@@ -225,7 +228,7 @@ void product(
                 else
                     multiplied(&p, o, pair, 0, sums);
                 for (int half = 0; half < 2 && first + half * SIDE < T; half++)
-                    for (int side = 0; side < 2; side++) written(&p, o + side * SIDE, first + half * SIDE, &sums[side * SIDE][half * SIDE]);
+                    written(&p, o, first + half * SIDE, (const float(*)[TALL])&sums[0][half * SIDE]);
             }
         }
         end();
