@@ -52,6 +52,17 @@ def test_shares_cover_every_context_once(positions: list[int], multiprocessors: 
     assert seen == {entry: list(range((position + TOKENS) // TOKENS)) for entry, position in enumerate(positions)}
 
 
+@pytest.mark.parametrize("longest", [60, 900, 5000, 100_000])
+def test_rows_that_are_cut_come_first_and_their_parts_have_room(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = torch.randint(0, longest, (700,), generator=torch.Generator().manual_seed(longest)) ** 3 // longest**2
+    for multiprocessors in (4, 132):
+        *_, part_I, parts_I = planned(lengths.tolist(), monkeypatch, multiprocessors).unbind(1)
+        cut = int((parts_I > 1).sum())
+        assert bool((parts_I[:cut] > 1).all())
+        assert cut <= 2 * (streamed.WARPS * multiprocessors // 2)
+        assert part_I[:cut].tolist() == [part for parts in parts_I[:cut][part_I[:cut] == 0].tolist() for part in range(parts)]
+
+
 def test_one_long_row_is_cut_and_rows_alike_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(planned([5000], monkeypatch)) == MOST_PARTS
     assert len(planned([300] * 512, monkeypatch)) == 512

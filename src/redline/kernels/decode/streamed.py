@@ -39,6 +39,8 @@ MOST_PARTS = 16
 """Of a row's context: one warp adds them up."""
 LEAST_STAGES = 4
 """Of a share: a shorter one takes longer to begin and to end than to read."""
+FEWEST_SHARES = 512
+"""Of a step, at most: about as many as half of a Hopper has workers."""
 MOST_ROWS = 4096
 WARPS = 8
 """Of a block."""
@@ -76,7 +78,7 @@ class Plan:
     table_RM: Tensor
     """int32: the block table."""
     parts: Tensor
-    """float32: where the parts of a row meet."""
+    """float32: where the parts of a row meet; room for the items of all rows that are cut."""
     arrived: Tensor
     """int32, zeros between two launches."""
 
@@ -109,7 +111,9 @@ def plan_step(positions_B: Tensor, lines_B: Tensor, table_RM: Tensor, arrived: T
     key/value head.
 
     Shares are as long as all stages divided by the workers that each key/value head has, so there are at most as many items as
-    these and the rows."""
+    these and the rows, and at most twice as many of rows that are cut as of workers.
+
+    A launch that waits for this one must stand between it and the first that begins early, such as that of the embeddings."""
     (B,) = positions_B.shape
     shares = max(1, WARPS * _multiprocessors(positions_B.device) // kv_heads)
     assert B <= MOST_ROWS
@@ -119,7 +123,8 @@ def plan_step(positions_B: Tensor, lines_B: Tensor, table_RM: Tensor, arrived: T
         positions_B, lines_B, items_I4, B, shares, len(items_I4), TOKENS=TOKENS, LEAST=LEAST_STAGES, PARTS=MOST_PARTS,
         BLOCK=triton.next_power_of_2(B), ITEMS=triton.next_power_of_2(len(items_I4)), num_warps=8,
     )  # fmt: skip
-    parts = torch.empty(len(items_I4) * kv_heads * (head_dim // 16 + 1) * 128, dtype=torch.float32, device=lines_B.device)
+    most_cut = min(len(items_I4), 2 * shares)
+    parts = torch.empty(most_cut * kv_heads * (head_dim // 16 + 1) * 128, dtype=torch.float32, device=lines_B.device)
     return Plan(items_I4, table_RM, parts, arrived)
 
 
@@ -161,7 +166,7 @@ def _plan(  # type: ignore[no-untyped-def]
     positions, lines, items, B, shares, most_items,
     TOKENS: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the items of all rows."""
+    """One program: the items of all rows, first those that are cut."""
     row_B = tl.arange(0, BLOCK)
     inside_B = row_B < B
     position_B = tl.load(positions + row_B, mask=inside_B, other=-1).to(tl.int32)
@@ -174,7 +179,10 @@ def _plan(  # type: ignore[no-untyped-def]
     share = tl.where((4 * alive >= shares) & (alive * longest * 2 <= 3 * tl.sum(stages_B, axis=0)), longest, share)
     share = tl.maximum(share, 1)
     parts_B = tl.where(inside_B, tl.maximum(tl.cdiv(stages_B, share), 1), 0)
-    first_B = tl.cumsum(parts_B, axis=0) - parts_B
+    is_cut_B = parts_B > 1
+    cut_B = tl.where(is_cut_B, parts_B, 0)
+    whole_B = parts_B - cut_B
+    first_B = tl.where(is_cut_B, tl.cumsum(cut_B, axis=0) - cut_B, tl.sum(cut_B, axis=0) + tl.cumsum(whole_B, axis=0) - whole_B)
     for part in tl.static_range(PARTS):
         has_B = part < parts_B
         at_B = (first_B + part) * 4

@@ -317,11 +317,12 @@ class CudaRunner(Runner):
 
     def _plan(self, batch: DecodeBatch, way: Way | None) -> streamed.Plan | None:
         """Who attends to what in a step, where `streamed_attention` does. Between launches that do not let it begin early, it
-        takes enough heads to win."""
+        takes enough heads to win; and rows so few that their shares leave most of memory idle have another way."""
         rows, spec = len(batch.positions_B), self._decoder.spec
         if not self._streams or batch.prefixes is not None or rows > streamed.MOST_ROWS:
             return None
-        if not isinstance(way, WeightsFirst | ManyRows) and rows * spec.num_kv_heads < SOME_HEADS:
+        least = streamed.FEWEST_SHARES // streamed.MOST_PARTS if isinstance(way, WeightsFirst | ManyRows) else SOME_HEADS
+        if rows * spec.num_kv_heads < least:
             return None
         where = (batch.positions_B, batch.rows_B, batch.block_table_RM, self._arrived)
         return streamed.plan_step(*where, spec.num_kv_heads, spec.head_dim)
