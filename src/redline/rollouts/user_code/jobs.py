@@ -69,12 +69,19 @@ class Job:
     """Gets the result. Runs in a thread of the calls, which holds the lock."""
     most: int = 1
     """Threads that may make its calls at once."""
+    is_callers: bool = False
+    """A caller takes what comes of its calls, and nothing is made of them."""
     for_thread: int | None = None
-    """The thread that waits for it, where one does."""
+    """The thread that waits for it at present."""
     calls: Sequence[Work] | None = None
     """None until it has begun."""
     is_whole: bool = True
     """No more calls come."""
+    computed_s: float = 0.0
+    """In its calls so far, of all threads."""
+    waited_s: float = 0.0
+    late_in_a_row: int = 0
+    """Its last calls that did not return in time."""
     computes: bool = False
     """Its calls take more computing than waiting."""
     next: int = 0

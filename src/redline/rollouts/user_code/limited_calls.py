@@ -115,7 +115,7 @@ class UserCalls:
             self._num_wanted, self._error = 1, None
         calls: list[Work] = []
         ended = self._changed.notify_all
-        job = Job(-1, lambda: calls, list, lambda _: ended(), self.most, threading.get_ident(), calls, is_whole=False)
+        job = Job(-1, lambda: calls, list, lambda _: ended(), self.most, is_callers=True, calls=calls, is_whole=False)
         try:
             yield _JobCalls(self, job, calls)
         finally:
@@ -133,7 +133,10 @@ class UserCalls:
 
     def _results(self, job: Job) -> list[object]:
         with self._changed:
-            job.is_whole = True
+            job.is_whole, job.for_thread = True, threading.get_ident()
+            for worker in self._workers:
+                if worker.job is job and worker.call:
+                    worker.call.for_thread = job.for_thread
             if job in self._jobs and job.is_complete:
                 self._deliver(job, None)
             elif job in self._jobs:
@@ -249,7 +252,7 @@ class UserCalls:
         left = [worker for worker in self._workers if worker.job is job]
         for worker in left:
             self._leave_behind(worker)
-            if worker.call and job.for_thread is not None:
+            if worker.call and job.is_callers:
                 forget_call(worker.call)
         if left:
             self._start_missing()
@@ -270,7 +273,8 @@ class UserCalls:
         self._changed.notify_all()
 
     def _fail_the_rest_if_hopeless(self, job: Job) -> None:
-        if not self._permits.are_hopeless:
+        late_in_a_row = job.late_in_a_row if job.is_callers else self._permits.late_in_a_row
+        if late_in_a_row < MAX_LATE_IN_A_ROW:
             return
         assert job.calls is not None
         reason = (
@@ -321,28 +325,37 @@ class UserCalls:
             with self._changed:
                 job.calls = calls
                 self._fail_the_rest_if_hopeless(job)
-        began_s, began_computing_s = time.perf_counter(), time.thread_time()
+        since_s, computing_since_s = time.perf_counter(), time.thread_time()
         with self._changed:
             work = self._next_call(job, worker)
         while work is not None:
             outcome = self._permitted_outcome(work, job, worker)
-            computed_s = time.thread_time() - began_computing_s
-            waited_s = time.perf_counter() - began_s - computed_s
+            now_s, computing_s = time.perf_counter(), time.thread_time()
+            computed_s = computing_s - computing_since_s
+            waited_s = now_s - since_s - computed_s
+            since_s, computing_since_s = now_s, computing_s
             with self._changed:
                 if worker.is_left:
                     return False
                 worker.call = None
                 job.outcomes[worker.place] = outcome
                 self._permits.returned()
-                waits_for = 1.0 if job.is_whole else WAITS
-                if job.most > 1 and self._num_wanted < self.most and waited_s > max(HELP_AFTER_S, waits_for * computed_s):
-                    self._get_help(job)
-                job.computes |= computed_s > max(HELP_AFTER_S, waited_s / WAITS)
+                job.late_in_a_row = 0
+                self._weigh(job, computed_s, waited_s)
                 work = self._next_call(job, worker)
-        with self._changed:
-            is_complete = job.wants_a_thread and not worker.is_left
+        with self._changed:  # where more calls have come since, it is open again
+            is_complete = job.wants_a_thread and job.is_complete and not worker.is_left
             job.is_ending |= is_complete
             return is_complete
+
+    def _weigh(self, job: Job, computed_s: float, waited_s: float) -> None:
+        """A call took so much more: what that says of those to come."""
+        job.computed_s += computed_s
+        job.waited_s += waited_s
+        times = 1.0 if job.is_whole else WAITS
+        if job.most > 1 and self._num_wanted < self.most and job.waited_s > max(HELP_AFTER_S, times * job.computed_s):
+            self._get_help(job)
+        job.computes = job.computed_s > max(HELP_AFTER_S, job.waited_s / WAITS)
 
     def _next_call(self, job: Job, worker: Worker) -> Work | None:
         assert job.calls is not None
@@ -441,6 +454,7 @@ class UserCalls:
         forget_call(call)
         if was_wanted:
             assert worker.job is not None
+            worker.job.late_in_a_row += 1
             self._go_on_without(worker.place, worker.job, place)
 
     def _go_on_without(self, which: int, job: Job, place: str) -> None:
@@ -450,7 +464,7 @@ class UserCalls:
         job.outcomes[which] = Failure(self._function.stage, reason, place, self._function.hint)
         self._refuse_where_too_many_are_stuck()
         self._fail_the_rest_if_hopeless(job)
-        if job.is_complete and job.for_thread is not None:
+        if job.is_complete and job.is_callers:
             self._deliver(job, None)
         elif job.wants_a_thread and job not in self._open:
             self._open.appendleft(job)

@@ -22,7 +22,8 @@ class Permits:
         self._changed = threading.Condition()
         self._taken: list[Permit] = []
         """The oldest first."""
-        self._late_in_a_row = 0
+        self.late_in_a_row = 0
+        """The last calls, by whichever threads, that did not return in time."""
         self._stuck: list[threading.Thread] = []
 
     def take(self) -> Permit:
@@ -51,15 +52,10 @@ class Permits:
                 self._taken.remove(permit)
                 self._changed.notify()
 
-    @property
-    def are_hopeless(self) -> bool:
-        """Whether the last `MAX_LATE_IN_A_ROW` calls, by whichever threads, did not return in time."""
-        return self._late_in_a_row >= MAX_LATE_IN_A_ROW
-
     def was_late(self, thread: threading.Thread) -> None:
         """A call was given up; its thread is left behind."""
         with self._changed:
-            self._late_in_a_row += 1
+            self.late_in_a_row += 1
             self._stuck.append(thread)
 
     @property
@@ -70,12 +66,12 @@ class Permits:
             return len(self._stuck)
 
     def returned(self) -> None:
-        self._late_in_a_row = 0
+        self.late_in_a_row = 0
 
     def try_again(self) -> None:
         """Forget the late ones: a new step or a new batch tries anew."""
         with self._changed:
-            self._late_in_a_row = 0
+            self.late_in_a_row = 0
 
 
 class Permit:

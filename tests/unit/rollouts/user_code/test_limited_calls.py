@@ -17,7 +17,7 @@ from redline.rollouts.user_code.coroutines import EventLoop
 from redline.rollouts.user_code.failures import failure_of
 from redline.rollouts.user_code.jobs import ThreadKind, UserFunction
 from redline.rollouts.user_code.limited_calls import UserCalls
-from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW
+from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW, Permits
 from redline.telemetry import Recorder, recording
 from redline.telemetry.stalls.calls import calls_now
 from redline.types import Failure
@@ -257,6 +257,106 @@ def test_those_that_compute_are_left_until_no_more_come(many: UserCalls) -> None
         assert left()
         assert begun == [0]
         assert gathering.results() == [0, 1, 2]
+
+
+def test_of_scores_that_come_one_by_one_the_seconds_are_added_up(limited: UserCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "HELP_AFTER_S", 0.1)
+    begun: list[int] = []
+
+    def computing(number: int) -> int:
+        begun.append(number)
+        until = time.thread_time() + 0.03
+        while time.thread_time() < until:
+            pass
+        return number
+
+    def are_left() -> bool:
+        return limited._jobs[0].computes
+
+    with limited.gathering() as gathering:
+        for number in range(20):
+            gathering.add([lambda n=number: computing(n)])  # type: ignore[misc]
+            eventually(lambda n=number: len(begun) > n or are_left(), "it is not made")  # type: ignore[misc]
+        assert len(begun) < 10
+        assert gathering.results() == list(range(20))
+
+
+class HeldBack(UserCalls):
+    """Its thread is slow to notice that no calls are left."""
+
+    def __init__(self) -> None:
+        self.gap, self.go_on = threading.Event(), threading.Event()
+        self.changed = threading.Condition(threading.RLock())
+        super().__init__(UserFunction("reward", "score", 60.0, "rollouts.reward_timeout_s"))
+        self._changed = self  # type: ignore[assignment]
+        self._has_none = False
+
+    def _next_call(self, job: Any, worker: Any) -> Any:
+        work = super()._next_call(job, worker)
+        self._has_none = work is None and not self.gap.is_set()
+        return work
+
+    def __enter__(self) -> bool:
+        if self._has_none and threading.current_thread().name == "score":
+            self._has_none = False
+            self.gap.set()
+            self.go_on.wait(60)
+        return self.changed.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.changed.__exit__(*error)
+
+    def wait(self) -> None:
+        self.changed.wait()
+
+    def notify_all(self) -> None:
+        self.changed.notify_all()
+
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_calls_that_come_while_a_thread_notices_that_none_are_left_are_made(more: int) -> None:
+    calls = HeldBack()
+    with calls.gathering() as gathering:
+        gathering.add([lambda: 0])
+        assert calls.gap.wait(60)
+        for number in range(1, 1 + more):
+            gathering.add([lambda n=number: n])  # type: ignore[misc]
+        threading.Timer(0.2, calls.go_on.set).start()  # when the caller waits
+        assert gathering.results() == list(range(1 + more))
+    calls.close()
+    calls.join(1.0)
+
+
+def test_what_others_were_late_with_says_nothing_of_ones_own_calls(hanging: Hanging) -> None:
+    shared = Permits()
+    function = UserFunction("reward", "score", 0.2, "rollouts.reward_timeout_s", permits=shared)
+    ours, theirs = UserCalls(function), UserCalls(function, ThreadKind("rewards"))
+    with ours.gathering() as gathering:
+        theirs.results([hanging] * MAX_LATE_IN_A_ROW)
+        gathering.add([lambda: 1])
+        assert gathering.results() == [1]
+    for calls in (ours, theirs):
+        calls.close()
+        calls.join(1.0)
+
+
+def test_a_call_is_the_callers_once_he_waits_for_it(limited: UserCalls) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        end.wait(60)
+
+    with limited.gathering() as gathering:
+        gathering.add([work])
+        assert begun.wait(60)
+        [call] = calls_now()
+        assert call.for_thread == call.thread_id
+        waits = threading.Thread(target=gathering.results)
+        waits.start()
+        eventually(lambda: call.for_thread == waits.ident, "nobody waits for it")
+        end.set()
+        waits.join(60)
 
 
 def test_a_call_that_hangs_while_others_come_costs_its_own_outcome(limited: UserCalls, hanging: Hanging) -> None:
