@@ -164,8 +164,9 @@ def test_a_reply_ends_at_the_same_token_in_every_engine_and_mode(
 
 
 def test_a_model_that_plays_in_the_terminal_ends_its_replies_at_the_same_token(
-    folder: Path, owned: ExitStack, expected: list[TrajectoryGroup]
+    folder: Path, owned: ExitStack, expected: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("redline.config.processor.BFLOAT16_FLAGS", ())  # in float32, as what is expected
     player = ModelPlayer(str(folder), Manner(max_tokens=MAX_NEW_TOKENS, seed=5))
     owned.callback(player.close)
     driver = Driver(Spoken(BY_LETTERS))

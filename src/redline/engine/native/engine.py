@@ -196,6 +196,7 @@ class NativeEngine:
         return self._queue(request, streaming)
 
     def _queue(self, request: GenerateRequest, streaming: int) -> int:
+        """Every request that is served comes by here, checked."""
         slot = self._adapters.take(request.adapter)
         request_id, now = next(self._ids), time.perf_counter()
         wants = Wants.of(request.sampling, lora=request.adapter is not None)

@@ -205,8 +205,8 @@ class TensorParallelEngine(NativeEngine):
                 raise EngineLostError(f"not all ranks of the engine have started within {START_PATIENCE}", LOOK_AT_STDERR)
             time.sleep(0.02)
 
-    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
-        request_id = super().submit(request, streaming=streaming)
+    def _queue(self, request: GenerateRequest, streaming: int) -> int:
+        request_id = super()._queue(request, streaming)
         self._log.append({"submit": encode_request(request), "streaming": streaming})
         return request_id
 
