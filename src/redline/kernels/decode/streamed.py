@@ -40,7 +40,7 @@ MOST_PARTS = 16
 LEAST_STAGES = 4
 """Of a share: a shorter one takes longer to begin and to end than to read."""
 FEWEST_SHARES = 512
-"""Of a step, at most: about as many as half of a Hopper has workers."""
+"""That the rows of a step must allow for to be worth it: about half as many as a Hopper has workers."""
 MOST_ROWS = 4096
 WARPS = 8
 """Of a block."""
