@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from redline.kernels.decode import prompt_attention as kernels
-from redline.kernels.decode.prompt_attention import NOBODY, Tile, prompt_attention, query_blocks
+from redline.kernels.decode.prompt_attention import NOBODY, Tile, blocks_with, prompt_attention, query_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
@@ -105,6 +105,13 @@ def test_tokens_of_nobody_get_zeros() -> None:
 def test_blocks_with_the_most_keys_come_first() -> None:
     blocks = query_blocks(np.array([0, 5, 25]), np.array([100, 0]), np.array([7, 3]), 16)
     assert blocks.tolist() == [[0, 5, 100, 7], [21, 25, -5, 3], [5, 25, -5, 3]]
+
+
+def test_few_tokens_are_in_the_last_blocks_of_their_runs() -> None:
+    blocks = query_blocks(np.array([0, 5, 25, 41]), np.array([100, 0, 7]), np.array([7, 3, 4]), 16)
+    assert blocks_with(blocks, np.array([4, 24]), 16).tolist() == [[0, 5, 100, 7], [21, 25, -5, 3]]
+    assert blocks_with(blocks, np.array([40]), 16).tolist() == [[25, 41, -18, 4]], "a full one"
+    assert not len(blocks_with(blocks, np.array([39]), 16)), "nothing is asked of tokens inside a run"
 
 
 COMPILED = """

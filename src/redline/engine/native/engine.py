@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOP_LOGPROBS = 20
+FIRST_PROMPTS = 64
+"""Of a pass that finds the device idle, which begins on these while the host sees to the others."""
 
 
 class Ranks(Protocol):
@@ -287,7 +289,9 @@ class NativeEngine:
         if not self._scheduler.can_grow(num_steps):
             self._in_flight.collect(0, self.version)  # a preemption needs everything that was sampled
             num_steps, before = 1, 0
-        plan, captured = self._scheduler.schedule(num_steps, ahead.drafts, ahead.guesses), self._awake.num_captured
+        is_idle = self._awake.runs_ahead and not self._in_flight
+        most_prompts, captured = FIRST_PROMPTS if is_idle else None, self._awake.num_captured
+        plan = self._scheduler.schedule(num_steps, ahead.drafts, ahead.guesses, most_prompts)
         self._launcher.launch(plan, self.version)
         self._kv_blocks_peak = max(self._kv_blocks_peak, self._pool.num_used)
         runs_ahead = self._awake.runs_ahead and not plan.drafts

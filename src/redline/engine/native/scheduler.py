@@ -127,9 +127,10 @@ class Scheduler:
         num_steps: int = 1,
         drafts: dict[Sequence, list[int]] | None = None,
         guesses: dict[Sequence, int] | None = None,
+        most_prompts: int | None = None,
     ) -> Plan:
         """Decide a step and book what it takes. Preempts only where `can_grow` is False; then the host must be up to date, and
-        there are no drafts and no guesses."""
+        there are no drafts and no guesses. At most `most_prompts` are computed, None leaves it to the budget."""
         plan = Plan(num_steps=num_steps, drafts=drafts or {}, guesses=guesses or {})
         self._schedule_decode(plan)
         self.reserve_for({})
@@ -137,9 +138,13 @@ class Scheduler:
         for sequence in self.prefilling[: self.prompts_at_once]:
             budget -= self._advance_prefill(sequence, budget, plan)
         # Who gave blocks back must not take them again in the same breath.
-        while budget > 0 and self._may_admit(plan) and self._admit(self.waiting[0], plan):
+        has_most = False
+        while budget > 0 and self._may_admit(plan):
+            has_most = most_prompts is not None and len(plan.chunks) >= most_prompts
+            if has_most or not self._admit(self.waiting[0], plan):
+                break
             budget -= self._advance_prefill(self.waiting.popleft(), budget, plan)
-        self.is_crowded = budget <= 0
+        self.is_crowded = budget <= 0 or has_most
         self._end_prefills(plan)
         return plan
 

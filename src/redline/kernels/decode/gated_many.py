@@ -24,15 +24,17 @@ from redline.kernels.decode import hopper
 from redline.kernels.decode.hopper import BARRIER_BYTES, INNER, LINE_BYTES, SHARED_MEMORY
 
 SOURCE = Path(__file__).with_suffix(".cu")
-LEAST_ROWS, MOST_ROWS = 513, 4096
-"""Fewer take one tile a block (`gated`); more were not measured."""
+LEAST_ROWS = 513
+"""Fewer take one tile a block (`gated`)."""
 MOST_STAGES = 8
 GO_BYTES = 32
 """Barriers of those that multiply."""
 BAND_ROWS = 2048
 """Tiles under way at once need as many rows as weights about here."""
-SHAPES = ((2, 1, (128, 120, 112, 104, 96, 80)), (3, 1, (96, 80)))
+SHAPES = ((2, 1, (128, 120, 112, 104, 96, 80)), (3, 1, (96, 80)), (2, 2, (80,)))
 """Of tiles: warpgroups that multiply, 64 rows each so many times, and columns that they have registers for."""
+MANY_ROWS, WIDEST_OF_MANY = 2049, 112
+"""From so many rows on, tiles with more columns than these take 4 to 8% longer than their products and copies say."""
 FLOPS_PER_S, L2_BYTES_PER_S = 790e12, 6.5e12
 """Of an H200, all multiprocessors together."""
 TILE_S, LAST_S = 0.2e-6, 0.8e-6
@@ -129,7 +131,9 @@ def tile_of(rows: int, columns: int, inner: int, multiprocessors: int) -> Tile |
         number = math.ceil(tile.below(rows) * tile.across(columns) / (multiprocessors // tile.blocks))
         return number * (turns * max(products, copies) + TILE_S) + LAST_S
 
-    return min((tile for tile in _tiles() if turns >= tile.stages), key=seconds, default=None)
+    widest = WIDEST_OF_MANY if rows >= MANY_ROWS else math.inf
+    tiles = (tile for tile in _tiles() if turns >= tile.stages and tile.columns <= widest)
+    return min(tiles, key=seconds, default=None)
 
 
 def _tiles() -> Iterator[Tile]:

@@ -58,6 +58,12 @@ def query_blocks(offsets: np.ndarray, starts_S: np.ndarray, lines_S: np.ndarray,
     return blocks[np.argsort(-(first_B + ahead_B), kind="stable")]
 
 
+def blocks_with(blocks: np.ndarray, tokens_P: np.ndarray, size: int) -> np.ndarray:
+    """Of `query_blocks`, those with the last token of a run, where that is one of these."""
+    first_B, end_B = blocks[:, 0], blocks[:, 1]
+    return blocks[(first_B + size >= end_B) & np.isin(end_B - 1, tokens_P)]
+
+
 def prompt_attention(
     heads_TND: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, block_table_RM: Tensor, tile: Tile | None = None
 ) -> Tensor:

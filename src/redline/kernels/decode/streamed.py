@@ -183,7 +183,7 @@ def _plan(  # type: ignore[no-untyped-def]
     cut_B = tl.where(is_cut_B, parts_B, 0)
     whole_B = parts_B - cut_B
     first_B = tl.where(is_cut_B, tl.cumsum(cut_B, axis=0) - cut_B, tl.sum(cut_B, axis=0) + tl.cumsum(whole_B, axis=0) - whole_B)
-    for part in tl.static_range(PARTS):
+    for part in range(tl.max(parts_B, axis=0)):
         has_B = part < parts_B
         at_B = (first_B + part) * 4
         tl.store(items + at_B, row_B, mask=has_B)

@@ -33,7 +33,7 @@ from redline.engine.native.running.verification import MAX_GUESSES, MAX_SLOTS, N
 from redline.engine.native.running.weights_first import WeightsFirst
 from redline.engine.native.scheduler import Chunk
 from redline.engine.native.sequence import Wants
-from redline.kernels.decode import head, residual, streamed
+from redline.kernels.decode import gated_many, head, residual, streamed
 from redline.kernels.decode.attention import (
     SHARED_ROWS,
     SOME_HEADS,
@@ -46,7 +46,7 @@ from redline.kernels.decode.attention import (
 from redline.kernels.decode.guesses import NO_PLACE, Entries, GuessBook, begin_guessing, end_guessing, find_guesses
 from redline.kernels.decode.one_launch import OneLaunch
 from redline.kernels.decode.prompt_attention import TILES as PROMPT_TILES
-from redline.kernels.decode.prompt_attention import query_blocks
+from redline.kernels.decode.prompt_attention import blocks_with, query_blocks
 from redline.kernels.decode.rotate_and_store import rotate_and_store
 from redline.kernels.decode.sampling import Summaries, sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
@@ -181,6 +181,8 @@ class CudaRunner(Runner):
         """`Entries` of a step that guesses, in the order of its fields."""
         self._book = GuessBook.empty(MAX_SLOTS, SLOT_TOKENS, rows.dead_row + 1, device) if guesses else None
         self._ways = ways_of(decoder, cache, self._rotary, is_alone=not shares_device)
+        self._most_rows = next((way for way in self._ways if isinstance(way, MostRows)), None)
+        """Who takes long prompts through the network; None where `Decoder.forward` does."""
         self._arrived = torch.zeros(
             max(len(self._rows_B), self.most_verified) * decoder.spec.num_kv_heads, dtype=torch.int32, device=device
         )
@@ -441,13 +443,31 @@ class CudaRunner(Runner):
                 return logits_PV if len(ends_P) else None
         return super()._end_logits(chunks, decoding, runs, ends_P)
 
-    def _prefill_attention(self, chunks: Sequence[Chunk], runs: Runs) -> tuple[AnyAttend, Tensor]:
+    def _prefill_attention(
+        self, chunks: Sequence[Chunk], runs: Runs, only_P: np.ndarray | None
+    ) -> tuple[AnyAttend, Tensor]:
         assert len(runs.starts_S) == len(chunks), "rows decode in steps of their own"
         upload, queries = self.rows.upload, PROMPT_TILES[self._decoder.spec.head_dim].queries
         positions_T = upload(runs.positions(), torch.int64)
         slots_T = upload(runs.slots(self.cache.block_size), torch.int64)
-        blocks = upload(query_blocks(runs.offsets, runs.starts_S, _lines(chunks), queries), torch.int64)
-        return PromptAttention(self.cache, self._rotary, self.rows.tables_RN, positions_T, slots_T, blocks), positions_T
+        blocks = query_blocks(runs.offsets, runs.starts_S, _lines(chunks), queries)
+        last = None if only_P is None else upload(blocks_with(blocks, only_P, queries), torch.int64)
+        where = (self.rows.tables_RN, positions_T, slots_T, upload(blocks, torch.int64))
+        return PromptAttention(self.cache, self._rotary, *where, last), positions_T
+
+    def _forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: AnyAttend,
+        adapter_slots_T: Tensor | None,
+        only_M: Tensor | None = None,
+    ) -> Tensor:
+        is_plain = adapter_slots_T is None and self.cache.routing is None
+        if self._most_rows is None or not is_plain or len(tokens_T) < gated_many.LEAST_ROWS:
+            return super()._forward(tokens_T, positions_T, attend, adapter_slots_T, only_M)
+        assert isinstance(attend, FusedAttend)
+        return self._most_rows.hidden(tokens_T, attend, only_M)
 
     # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

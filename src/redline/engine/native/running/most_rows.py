@@ -1,5 +1,5 @@
-"""A decode step of more rows still through the network, as `Decoder.forward` does it. Gate, up and silu are one launch, whose
-tiles are activated and written while others are multiplied (`kernels/decode/gated_many.py`).
+"""A decode step of more rows still through the network, as `Decoder.forward` does it, or a pass of prompts. Gate, up and silu
+are one launch, whose tiles are activated and written while others are multiplied (`kernels/decode/gated_many.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from redline.models.decoder import Decoder, DecoderLayer, FusedAttend
 
 
 class MostRows:
-    """Steps of very many rows of a network that `FewRows` serves."""
+    """Steps of very many rows of a network that `FewRows` serves, and prompts of many tokens."""
 
-    most_rows = gated_many.MOST_ROWS
+    most_rows = 4096
+    """Of a decode step."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -32,16 +33,18 @@ class MostRows:
         """Whether attention of its own begins before the launch in front of it has ended."""
         return False
 
-    def hidden(self, tokens_B: Tensor, attend: FusedAttend) -> Tensor:
-        """[B, E] after the final norm, of at most `most_rows` rows."""
+    def hidden(self, tokens_B: Tensor, attend: FusedAttend, only_M: Tensor | None = None) -> Tensor:
+        """[B, E] after the final norm; [M, E] with `only_M`, as in `Decoder.forward`."""
         decoder, eps = self._decoder, self._decoder.spec.norm_eps
         x_BE, delta_BE = F.embedding(tokens_B, decoder.embed), None
-        for layer in decoder.layers:
+        for number, layer in enumerate(decoder.layers, 1):
             assert isinstance(layer, DecoderLayer)
             x_BE, normed_BE = add_rms_norm(x_BE, delta_BE, layer.attn_norm, eps)
             heads_BX = F.linear(normed_BE, layer.qkv.weight, layer.qkv.bias)
-            out_BHD = attend.attend_fused(layer, heads_BX.view(len(tokens_B), -1, decoder.spec.head_dim))
-            attended_BE = F.linear(out_BHD.flatten(1), layer.o.weight, layer.o.bias)
+            out_BX = attend.attend_fused(layer, heads_BX.view(len(tokens_B), -1, decoder.spec.head_dim)).flatten(1)
+            if only_M is not None and number == len(decoder.layers):
+                x_BE, out_BX = x_BE[only_M], out_BX[only_M]
+            attended_BE = F.linear(out_BX, layer.o.weight, layer.o.bias)
             x_BE, normed_BE = add_rms_norm(x_BE, attended_BE, layer.mlp_norm, eps)
             delta_BE = F.linear(self._gated(normed_BE, layer.gate_up.weight), layer.down.weight, layer.down.bias)
         return add_rms_norm(x_BE, delta_BE, decoder.norm, eps)[1]

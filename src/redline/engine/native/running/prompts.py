@@ -36,19 +36,30 @@ class PromptAttention(FusedAttend):
     """Chunks of prompts, which read all of their context from its pages."""
 
     def __init__(
-        self, cache: KVCache, rotary: Tensor, tables_RN: Tensor, positions_T: Tensor, slots_T: Tensor, blocks: Tensor
+        self,
+        cache: KVCache,
+        rotary: Tensor,
+        tables_RN: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        blocks: Tensor,
+        last_blocks: Tensor | None = None,
     ) -> None:
-        """`blocks` is `query_blocks`, whose lines are those of `tables_RN`."""
+        """`blocks` is `query_blocks`, whose lines are those of `tables_RN`; `last_blocks` are those of the last layer, where
+        few tokens go further: the others' output there is whatever was in memory."""
         self._cache, self._rotary, self._tables_RN = cache, rotary, tables_RN
         self.positions_T, self.slots_T = positions_T, slots_T
-        self._blocks = blocks
+        self._blocks, self._last_blocks = blocks, last_blocks
 
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         places = (self.positions_T, self.slots_T)
         rotate_and_store(heads, keys, values, *places, self._rotary, norms, layer.spec.norm_eps)
-        return prompt_attention(heads, keys, values, self._blocks, self._tables_RN)
+        blocks = self._blocks
+        if self._last_blocks is not None and layer.index == layer.spec.num_layers - 1:
+            blocks = self._last_blocks
+        return prompt_attention(heads, keys, values, blocks, self._tables_RN)
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,7 +138,7 @@ class CapturedPrompts:
         lengths = self._lengths(size)
         tokens_T, positions_T, slots_T, ends_P, blocks = self._inputs[: sum(lengths)].split(lengths)
         attend = PromptAttention(self._cache, self._rotary, self._tables_RN, positions_T, slots_T, blocks.view(-1, 4))
-        return self._decoder.logits(self._decoder(tokens_T, positions_T, attend)[ends_P])
+        return self._decoder.logits(self._decoder(tokens_T, positions_T, attend, only_M=ends_P))
 
     def _lengths(self, size: int) -> list[int]:
         """Numbers of each input: tokens, positions, slots, ends, and blocks of queries, at most one more than full ones for

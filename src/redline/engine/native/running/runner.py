@@ -286,12 +286,13 @@ class Runner:
 
     def _end_logits(self, chunks: Sequence[Chunk], decoding: Decoding | None, runs: Runs, ends_P: np.ndarray) -> Tensor | None:
         """[P, V] after the tokens `ends_P` of the pass; None where there are none. Scores prompts on the way."""
-        attend, positions_T = self._prefill_attention(chunks, runs)
+        slots_T = self._slots_of(chunks, decoding)
+        only_ends = slots_T is None and len(ends_P) > 0 and self._needs_only_ends(chunks)
+        attend, positions_T = self._prefill_attention(chunks, runs, ends_P if only_ends else None)
         tokens_T = self.rows.upload(np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]), torch.int64)
         if decoding is not None:
             tokens_T = torch.cat([tokens_T, self.rows.next_token_R[self.rows.upload(decoding.rows_B, torch.int64)]])
-        slots_T, last_P = self._slots_of(chunks, decoding), self.rows.upload(ends_P, torch.int64)
-        only_ends = slots_T is None and len(last_P) > 0 and self._needs_only_ends(chunks, attend)
+        last_P = self.rows.upload(ends_P, torch.int64)
         hidden = self._forward(tokens_T, positions_T, attend, slots_T, last_P if only_ends else None)
         self._score_prompts(chunks, runs, hidden)
         if not len(last_P):
@@ -308,14 +309,17 @@ class Runner:
             return slots_T
         return torch.cat([slots_T, self.rows.adapter_slot_R[self.rows.upload(decoding.rows_B, torch.int64)]])
 
-    def _prefill_attention(self, chunks: Sequence[Chunk], runs: Runs) -> tuple[AnyAttend, Tensor]:
+    def _prefill_attention(
+        self, chunks: Sequence[Chunk], runs: Runs, only_P: np.ndarray | None
+    ) -> tuple[AnyAttend, Tensor]:
+        """And positions. With `only_P`, the last layer goes on with these tokens alone."""
         attend = GatherAttention(self.cache, runs, self._dtype)
         return attend, attend.positions_T
 
-    def _needs_only_ends(self, chunks: Sequence[Chunk], attend: AnyAttend) -> bool:
+    def _needs_only_ends(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the last layer may leave out the tokens after which nothing is sampled."""
         needs_all = self.cache.routing is not None or any(c.sequence.request.sampling.prompt_logprobs for c in chunks)
-        return isinstance(self._decoder, Decoder) and isinstance(attend, GatherAttention) and not needs_all
+        return isinstance(self._decoder, Decoder) and not needs_all
 
     def _sample_ends(
         self, chunks: Sequence[Chunk], decoding: Decoding | None, ends: _Ends, logits_PV: Tensor, wants: Wants

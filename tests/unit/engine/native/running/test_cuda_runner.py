@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
+from redline.engine.native import engine as native
 from redline.engine.native.cache import prefixes
 from redline.engine.native.cache.kv_cache import KVCache
-from redline.engine.native.running import few_rows, prompts, some_rows
+from redline.engine.native.running import cuda, few_rows, prompts, some_rows
 from redline.engine.native.running.cuda import MAX_STEPS, CudaRunner, batch_sizes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows
@@ -31,6 +32,7 @@ from redline.engine.native.speculation import speculation
 from redline.engine.native.speculation.references import References
 from redline.kernels.decode.guesses import GuessBook
 from redline.kernels.decode.parts import product_in_parts
+from redline.kernels.decode.prompt_attention import Tile, prompt_attention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder
 from redline.types import Completion, GenerateRequest, SamplingParams
@@ -215,6 +217,35 @@ def test_passes_of_few_tokens_share_a_graph_and_larger_ones_have_none(decoder: D
     found = [engine.generate([request])[0] for request in requests]
     assert_same(found, [NativeEngine(decoder, CONFIG).generate([request])[0] for request in requests])
     assert list(engine._awake._prompts.graphs._graphs) == [8, 16]  # type: ignore[attr-defined]
+
+
+def test_the_last_layer_goes_on_with_the_ends_of_prompts_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    attended: list[int] = []
+
+    def watched(heads: torch.Tensor, *others: Any) -> torch.Tensor:
+        attended.append(len(others[2]))
+        return prompt_attention(heads, *others)
+
+    monkeypatch.setattr(prompts, "prompt_attention", watched)
+    monkeypatch.setattr(prompts, "TILES", {decoder.spec.head_dim: Tile(16, 16, 4, 1)})
+    monkeypatch.setattr(cuda, "PROMPT_TILES", prompts.TILES)
+    requests = [ask(33, 1), ask(20, 1)]
+    engine = InterpretedEngine(decoder, CONFIG.model_copy(update={"max_num_batched_tokens": 64}))
+    assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+    assert attended == [*[3 + 2] * (decoder.spec.num_layers - 1), 1 + 1], "blocks of queries"
+
+
+def test_a_device_that_has_nothing_to_do_begins_with_few_prompts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "FIRST_PROMPTS", 2)
+    requests = [ask(length, 12) for length in (5, 7, 9, 12)]
+    engine = InterpretedEngine(decoder, CONFIG.model_copy(update={"max_num_batched_tokens": 64}))
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    assert (engine.stats.running, engine.stats.waiting) == (2, 2)
+    engine.step()
+    assert (engine.stats.waiting, engine.stats.decode_steps) == (0, 1), "no more than one step beside prompts that wait"
+    assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
 
 
 def test_a_sleeping_engine_holds_no_memory_of_its_steps(decoder: Decoder) -> None:
