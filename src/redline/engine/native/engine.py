@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOP_LOGPROBS = 20
-FIRST_PROMPTS = 64
-"""Of a pass that finds the device idle, which begins on these while the host sees to the others."""
+FIRST_PROMPTS, MORE_PROMPTS = 128, 512
+"""For a device that has nothing to do, which begins on these while the host sees to the next."""
 
 
 class Ranks(Protocol):
@@ -249,28 +249,30 @@ class NativeEngine:
         comes out for requests that were submitted before is kept for the next `step`."""
         for request in requests:
             self.check(request)
-        found: dict[int, dict[int, Completion]] = {}
+        found: list[dict[int, Completion]] = [{} for _ in requests]
+        places: dict[int, int] = {}
         others: list[Event] = []
         missing = sum(request.sampling.n for request in requests)
+        waiting = sorted(range(len(requests)), key=lambda place: requests[place].order)
         try:
-            for request in requests:
-                found[self._queue(request, 0)] = {}
             while missing:
-                events = self.step()
-                others += [event for event in events if event[0] not in found]
-                for number, piece in events:
-                    if number not in found:
-                        continue
-                    if isinstance(piece, EngineError):
+                count = FIRST_PROMPTS if self._is_idle else MORE_PROMPTS
+                now, waiting = waiting[:count], waiting[count:]
+                for place in now:
+                    places[self._queue(requests[place], 0)] = place
+                for number, piece in self.step():
+                    if number not in places:
+                        others.append((number, piece))
+                    elif isinstance(piece, EngineError):
                         raise piece
-                    if piece.completion is not None:
-                        found[number][piece.index] = piece.completion
+                    elif piece.completion is not None:
+                        found[places[number]][piece.index] = piece.completion
                         missing -= 1
         finally:
-            for number in found:
+            for number in places:
                 self.abort(number)
-            self._under_way.events = others + [event for event in self._under_way.events if event[0] not in found]
-        return [[completions[index] for index in sorted(completions)] for completions in found.values()]
+            self._under_way.events = others + [event for event in self._under_way.events if event[0] not in places]
+        return [[completions[index] for index in sorted(completions)] for completions in found]
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -278,6 +280,11 @@ class NativeEngine:
     def has_work(self) -> bool:
         """Whether a step would bring anything forward; never while it sleeps."""
         return self._runner is not None and (self._scheduler.has_work or bool(self._in_flight) or bool(self._under_way.events))
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there is a device beside the host that has nothing to do."""
+        return self._awake.runs_ahead and not self._in_flight
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -289,8 +296,7 @@ class NativeEngine:
         if not self._scheduler.can_grow(num_steps):
             self._in_flight.collect(0, self.version)  # a preemption needs everything that was sampled
             num_steps, before = 1, 0
-        is_idle = self._awake.runs_ahead and not self._in_flight
-        most_prompts, captured = FIRST_PROMPTS if is_idle else None, self._awake.num_captured
+        most_prompts, captured = FIRST_PROMPTS if self._is_idle else None, self._awake.num_captured
         plan = self._scheduler.schedule(num_steps, ahead.drafts, ahead.guesses, most_prompts)
         self._launcher.launch(plan, self.version)
         self._kv_blocks_peak = max(self._kv_blocks_peak, self._pool.num_used)

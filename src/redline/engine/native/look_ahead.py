@@ -17,6 +17,9 @@ from redline.engine.native.speculation.speculation import Speculation
 
 GUESSING_STEPS = 4
 """Steps per launch where the device guesses: rows whose guesses fail are noticed after two launches."""
+MANY_ENDS = 8
+"""A launch ends with the step after which one row in so many has all of its tokens: the host sees them off while the others go
+on, and not all of them at the end."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,16 +87,24 @@ class LookAhead:
 
     def _num_steps(self) -> int:
         """Steps to launch at once: one where prompts queue or somebody looks at every token, else as many as the longest may
-        still take."""
+        still take, or as there are until many rows end."""
         decoding, max_steps = self._scheduler.decoding, self._runner().max_steps
         if max_steps == 1 or self._scheduler.is_crowded:
             return 1
         if any(s.streaming == 1 or s.request.sampling.stop for s in decoding):
             return 1
         rows_B = np.array([s.row for s in decoding], np.int64)
-        left = int((self._rows.limit_R[rows_B] - self._rows.launched_R[rows_B]).max(initial=1))
+        left_B = self._rows.limit_R[rows_B] - self._rows.launched_R[rows_B]
+        left = int(left_B.max(initial=1))
         piece = min((s.streaming for s in decoding if s.streaming), default=left)
-        return max(1, min(max_steps, left, piece))
+        return until_many_end(left_B, max(1, min(max_steps, left, piece)))
+
+
+def until_many_end(left_B: np.ndarray, most_steps: int) -> int:
+    """After which of so many steps enough rows have all of their tokens, of which so many are left; else all of the steps."""
+    ends_S = np.bincount(left_B[(left_B > 0) & (left_B <= most_steps)], minlength=most_steps + 1)[1:].cumsum()
+    many_S = np.flatnonzero(ends_S * MANY_ENDS >= max(1, len(left_B)))
+    return int(many_S[0]) + 1 if len(many_S) else most_steps
 
 
 def _timed(plan: Plan) -> Timed | None:

@@ -411,10 +411,12 @@ class Scheduler:
         if not self._can_file(sequence):
             return
         size, count = self.pool.block_size, sequence.num_prompt + int(self._rows.sampled_R[sequence.row])
-        sequence.keys = sequence.keys[: count // size]  # a stop string may have taken tokens away
-        self._hash_blocks(sequence)
         # The keys and values of the newest token are not computed yet.
         computed = min(count - 1, int(self._rows.launched_position_R[sequence.row]))
+        full = computed // size
+        sequence.keys = sequence.keys[:full]  # a stop string may have taken tokens away
+        if len(sequence.keys) < full:
+            self._hash_blocks(sequence)
         self._file(sequence, computed, sequence.num_prompt // size)
 
     def _give_back(self, sequence: Sequence) -> None:

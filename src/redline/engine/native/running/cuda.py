@@ -443,9 +443,7 @@ class CudaRunner(Runner):
                 return logits_PV if len(ends_P) else None
         return super()._end_logits(chunks, decoding, runs, ends_P)
 
-    def _prefill_attention(
-        self, chunks: Sequence[Chunk], runs: Runs, only_P: np.ndarray | None
-    ) -> tuple[AnyAttend, Tensor]:
+    def _prefill_attention(self, chunks: Sequence[Chunk], runs: Runs, only_P: np.ndarray | None) -> tuple[AnyAttend, Tensor]:
         assert len(runs.starts_S) == len(chunks), "rows decode in steps of their own"
         upload, queries = self.rows.upload, PROMPT_TILES[self._decoder.spec.head_dim].queries
         positions_T = upload(runs.positions(), torch.int64)

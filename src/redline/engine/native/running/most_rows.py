@@ -39,15 +39,15 @@ class MostRows:
         x_BE, delta_BE = F.embedding(tokens_B, decoder.embed), None
         for number, layer in enumerate(decoder.layers, 1):
             assert isinstance(layer, DecoderLayer)
-            x_BE, normed_BE = add_rms_norm(x_BE, delta_BE, layer.attn_norm, eps)
+            x_BE, normed_BE = add_rms_norm(x_BE, delta_BE, layer.attn_norm, eps, early=True)
             heads_BX = F.linear(normed_BE, layer.qkv.weight, layer.qkv.bias)
             out_BX = attend.attend_fused(layer, heads_BX.view(len(tokens_B), -1, decoder.spec.head_dim)).flatten(1)
             if only_M is not None and number == len(decoder.layers):
                 x_BE, out_BX = x_BE[only_M], out_BX[only_M]
             attended_BE = F.linear(out_BX, layer.o.weight, layer.o.bias)
-            x_BE, normed_BE = add_rms_norm(x_BE, attended_BE, layer.mlp_norm, eps)
+            x_BE, normed_BE = add_rms_norm(x_BE, attended_BE, layer.mlp_norm, eps, early=True)
             delta_BE = F.linear(self._gated(normed_BE, layer.gate_up.weight), layer.down.weight, layer.down.bias)
-        return add_rms_norm(x_BE, delta_BE, decoder.norm, eps)[1]
+        return add_rms_norm(x_BE, delta_BE, decoder.norm, eps, early=True)[1]
 
     def _gated(self, x_BE: Tensor, weight: Tensor) -> Tensor:
         """silu(gate) · up, [B, I]."""

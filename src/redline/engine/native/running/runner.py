@@ -309,9 +309,7 @@ class Runner:
             return slots_T
         return torch.cat([slots_T, self.rows.adapter_slot_R[self.rows.upload(decoding.rows_B, torch.int64)]])
 
-    def _prefill_attention(
-        self, chunks: Sequence[Chunk], runs: Runs, only_P: np.ndarray | None
-    ) -> tuple[AnyAttend, Tensor]:
+    def _prefill_attention(self, chunks: Sequence[Chunk], runs: Runs, only_P: np.ndarray | None) -> tuple[AnyAttend, Tensor]:
         """And positions. With `only_P`, the last layer goes on with these tokens alone."""
         attend = GatherAttention(self.cache, runs, self._dtype)
         return attend, attend.positions_T

@@ -248,6 +248,21 @@ def test_a_device_that_has_nothing_to_do_begins_with_few_prompts(decoder: Decode
     assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
 
 
+def test_completions_come_in_the_order_asked_whichever_was_queued_first(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "FIRST_PROMPTS", 1)
+    monkeypatch.setattr(native, "MORE_PROMPTS", 2)
+    requests = [replace(ask(length, 6, n=2), order=(-length,)) for length in (5, 7, 9, 12)]
+    engine = InterpretedEngine(decoder, CONFIG)
+    first, seen = engine.submit(ask(3, 2)), []
+    monkeypatch.setattr(engine, "_queue", lambda request, *way: seen.append(len(request.prompt_ids)) or queue(request, *way))
+    queue = NativeEngine._queue.__get__(engine)
+    assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+    assert seen == [12, 9, 7, 5], "the longest first"
+    assert [number for number, piece in engine.step() if piece.completion is not None] == [first], "it was kept"
+
+
 def test_a_sleeping_engine_holds_no_memory_of_its_steps(decoder: Decoder) -> None:
     """Not until the garbage collector comes by: a colocated trainer needs the memory now."""
     engine = InterpretedEngine(decoder, CONFIG)
