@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOP_LOGPROBS = 20
-FIRST_PROMPTS, MORE_PROMPTS = 128, 512
-"""For a device that has nothing to do, which begins on these while the host sees to the next."""
+FIRST_PROMPTS = 128
+"""For a device that has nothing to do, which begins on these while the host sees to the others."""
 
 
 class Ranks(Protocol):
@@ -254,10 +254,11 @@ class NativeEngine:
         others: list[Event] = []
         missing = sum(request.sampling.n for request in requests)
         waiting = sorted(range(len(requests)), key=lambda place: requests[place].order)
+        # As many again as a device begins with: while prompts wait, rows that decode are not many steps ahead of them.
+        count = 2 * FIRST_PROMPTS if self._is_idle else len(waiting)
         try:
             while missing:
-                count = FIRST_PROMPTS if self._is_idle else MORE_PROMPTS
-                now, waiting = waiting[:count], waiting[count:]
+                now, waiting, count = waiting[:count], waiting[count:], 2 * count
                 for place in now:
                     places[self._queue(requests[place], 0)] = place
                 for number, piece in self.step():

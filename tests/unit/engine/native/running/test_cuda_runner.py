@@ -252,15 +252,26 @@ def test_completions_come_in_the_order_asked_whichever_was_queued_first(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "FIRST_PROMPTS", 1)
-    monkeypatch.setattr(native, "MORE_PROMPTS", 2)
-    requests = [replace(ask(length, 6, n=2), order=(-length,)) for length in (5, 7, 9, 12)]
-    engine = InterpretedEngine(decoder, CONFIG)
-    first, seen = engine.submit(ask(3, 2)), []
-    monkeypatch.setattr(engine, "_queue", lambda request, *way: seen.append(len(request.prompt_ids)) or queue(request, *way))
-    queue = NativeEngine._queue.__get__(engine)
+    requests = [replace(ask(length, 6, n=2), order=(-length, 0.0)) for length in (5, 7, 9, 12)]
+    engine, queued, decoded = InterpretedEngine(decoder, CONFIG), [], []
+    queue, step = engine._queue, engine.step
+    kept = engine.submit(ask(3, 2))
+
+    def watched_step() -> list[Any]:
+        events = step()
+        decoded.append(engine.stats.decode_steps)
+        return events
+
+    def watched_queue(request: GenerateRequest, streaming: int) -> int:
+        queued.append((len(decoded), len(request.prompt_ids)))
+        return queue(request, streaming)
+
+    monkeypatch.setattr(engine, "_queue", watched_queue)
+    monkeypatch.setattr(engine, "step", watched_step)
     assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
-    assert seen == [12, 9, 7, 5], "the longest first"
-    assert [number for number, piece in engine.step() if piece.completion is not None] == [first], "it was kept"
+    assert queued == [(0, 12), (0, 9), (1, 7), (1, 5)], "the longest first, and two while the device works"
+    assert decoded[:2] == [0, 1], "not as many steps as a launch can have, beside prompts that wait"
+    assert [number for number, piece in engine.step() if piece.completion is not None] == [kept]
 
 
 def test_a_sleeping_engine_holds_no_memory_of_its_steps(decoder: Decoder) -> None:
