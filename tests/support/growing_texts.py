@@ -43,5 +43,5 @@ class World:
         sequence = text.sequence
         assert sequence is not None
         sequence.sampled, sequence.stage = self.rows.take(sequence.row), Stage.FINISHED
-        self.rows.leave(sequence.row)
+        self.rows.leave(sequence)
         self.texts.end(text)

@@ -88,16 +88,16 @@ class LookAhead:
     def _num_steps(self) -> int:
         """Steps to launch at once: one where prompts queue or somebody looks at every token, else as many as the longest may
         still take, or as there are until many rows end."""
-        decoding, max_steps = self._scheduler.decoding, self._runner().max_steps
+        rows, max_steps = self._rows, self._runner().max_steps
         if max_steps == 1 or self._scheduler.is_crowded:
             return 1
-        if any(s.streaming == 1 or s.request.sampling.stop for s in decoding):
+        rows_B = np.array([s.row for s in self._scheduler.decoding], np.int64)
+        pieces_B = rows.streaming_R[rows_B]
+        piece = int(pieces_B.min(initial=max_steps, where=pieces_B > 0))
+        if piece == 1 or rows.has_stop_R[rows_B].any():
             return 1
-        rows_B = np.array([s.row for s in decoding], np.int64)
-        left_B = self._rows.limit_R[rows_B] - self._rows.launched_R[rows_B]
-        left = int(left_B.max(initial=1))
-        piece = min((s.streaming for s in decoding if s.streaming), default=left)
-        return until_many_end(left_B, max(1, min(max_steps, left, piece)))
+        left_B = rows.limit_R[rows_B] - rows.launched_R[rows_B]
+        return until_many_end(left_B, max(1, min(piece, int(left_B.max(initial=1)))))
 
 
 def until_many_end(left_B: np.ndarray, most_steps: int) -> int:
@@ -112,5 +112,6 @@ def _timed(plan: Plan) -> Timed | None:
     if not plan.decode or plan.chunks:
         return None
     num_rows = len(plan.decode)
-    num_drafted = sum(map(len, plan.drafts.values())) + sum(plan.guesses.get(sequence, 0) for sequence in plan.decode)
+    num_guessed = sum(plan.guesses.get(sequence, 0) for sequence in plan.decode) if plan.guesses else 0
+    num_drafted = sum(map(len, plan.drafts.values())) + num_guessed
     return Timed(num_rows, plan.num_steps, num_rows + num_drafted if num_drafted else 0)

@@ -425,7 +425,7 @@ class Scheduler:
         sequence.blocks = []
         sequence.num_computed = 0
         if sequence.row != NO_ROW:
-            self._rows.leave(sequence.row)
+            self._rows.leave(sequence)
             self._free_rows.append(sequence.row)
             sequence.row = NO_ROW
 

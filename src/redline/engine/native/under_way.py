@@ -124,34 +124,46 @@ class UnderWay:
         rows = results.rows_B[places]
         sampled_before = self._rows.sampled_R[rows]
         self._append(results, tokens_SB, logprobs_SB)
-        # For every row of every step, often hundreds: whatever can be is looked up for all of them at once.
-        tokens_BS, logprobs_BS = _by_row(tokens_SB, places, np.int32), _by_row(logprobs_SB, places, np.float32)
-        ends = zip(self._rows.alive_R[rows].tolist(), self._rows.sampled_R[rows].tolist(), strict=True)
-        parts = zip(rows.tolist(), sampled_before.tolist(), ends, tokens_BS, logprobs_BS, strict=True)
-        at_row, events, version = self._at_row, self.events, results.version
-        all_count = results.counting_SB is None
-        for row, before, (is_alive, count), tokens_S, logprobs_S in parts:
+        self._note(rows, sampled_before, results, now)
+        # Of the rows of a step, often thousands, most are left alone.
+        is_due_B = ~self._rows.alive_R[rows] | self._rows.has_stop_R[rows]
+        looked_at = np.flatnonzero(is_due_B | (self._rows.streaming_R[rows] > 0))
+        tokens_BS, logprobs_BS = (
+            _by_row(values_SB, places[looked_at], dtype)
+            for values_SB, dtype in ((tokens_SB, np.int32), (logprobs_SB, np.float32))
+        )
+        counts = zip(sampled_before[looked_at].tolist(), self._rows.sampled_R[rows[looked_at]].tolist(), strict=True)
+        parts = zip(rows[looked_at].tolist(), is_due_B[looked_at].tolist(), counts, tokens_BS, logprobs_BS, strict=True)
+        at_row, events, all_count = self._at_row, self.events, results.counting_SB is None
+        for row, is_due, (before, count), tokens_S, logprobs_S in parts:
             sequence = at_row[row]
             if sequence is None:  # it went down with one of its siblings, just now
                 continue
-            if results.is_first and not sequence.first_token:
-                sequence.first_token, sequence.oldest_version = now, version
-            elif sequence.newest_version != version:
-                sequence.switches.append((before, version))
-            sequence.last_token, sequence.newest_version = now, version
-            if not is_alive or sequence.request.sampling.stop:
+            if is_due:
                 self._look_at(sequence)
-            elif not sequence.streaming:
-                continue
             elif sequence.streamed == before and all_count and not sequence.wants.top:
                 new = count - before
                 if new >= sequence.streaming:  # views of what was sampled just now
                     sequence.streamed = count
-                    events.append((sequence.request_id, Delta(sequence.index, tokens_S[:new], logprobs_S[:new])))
+                    own = (tokens_S, logprobs_S) if new == len(tokens_S) else (tokens_S[:new], logprobs_S[:new])
+                    events.append((sequence.request_id, Delta(sequence.index, *own)))
             elif self._has_piece(sequence):
                 self._hand_out(sequence, None)
         is_longer_B = self._rows.sampled_R[rows] // self._pool.block_size > sampled_before // self._pool.block_size
         self._scheduler.hash_blocks(sequence for row in rows[is_longer_B].tolist() if (sequence := at_row[row]) is not None)
+
+    def _note(self, rows: np.ndarray, sampled_before: np.ndarray, results: Results, now: float) -> None:
+        """When their tokens came, and from which version of the weights."""
+        book, version = self._rows, results.version
+        others = np.flatnonzero(book.newest_version_R[rows] != version)
+        for row, before in zip(rows[others].tolist(), sampled_before[others].tolist(), strict=True):
+            sequence = self._at_row[row]
+            assert sequence is not None
+            if results.is_first and not sequence.first_token:
+                sequence.first_token, sequence.oldest_version = now, version
+            else:
+                sequence.switches.append((before, version))
+        book.last_token_R[rows], book.newest_version_R[rows] = now, version
 
     def _append(self, results: Results, tokens_SB: np.ndarray, logprobs_SB: np.ndarray) -> None:
         """Note what was sampled: step by step, or at once where many steps bring few tokens."""
@@ -197,7 +209,7 @@ class UnderWay:
             stopped = self._rows.tokens_RN[row, self._rows.sampled_R[row] - 1] in sampling.stop_token_ids
             sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         if sequence.finish_reason is not None:
-            self._retire(sequence, sequence.newest_version)
+            self._retire(sequence, int(self._rows.newest_version_R[row]))
         elif self._has_piece(sequence):
             self._hand_out(sequence, None)
 

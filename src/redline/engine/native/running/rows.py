@@ -35,6 +35,13 @@ class Rows:
         """Tokens sampled, everything launched included."""
         self.drafted_R = np.zeros(num_rows, np.int64)
         """Drafts that the next step verifies: it needs room for them too."""
+        self.last_token_R = np.zeros(num_rows)
+        """When the newest token came; a sequence takes this and the next along when it leaves."""
+        self.newest_version_R = np.full(num_rows, -1)
+        self.streaming_R = np.zeros(num_rows, np.int64)
+        """Tokens of a piece at least; 0 where only the whole is wanted."""
+        self.has_stop_R = np.zeros(num_rows, bool)
+        """Whether it ends with a string, for which every token is looked at."""
 
     def enter(self, sequence: Sequence) -> None:
         """A new tenant, with what it sampled before it was preempted."""
@@ -52,6 +59,8 @@ class Rows:
         self.alive_R[row] = True
         self.epoch_R[row] += 1
         self.launched_position_R[row] = self.drafted_R[row] = 0
+        self.last_token_R[row], self.newest_version_R[row] = sequence.last_token, sequence.newest_version
+        self.streaming_R[row], self.has_stop_R[row] = sequence.streaming, bool(sampling.stop)
         self.table.clear(row)
 
     def _widen_stops(self, width: int) -> None:
@@ -66,7 +75,9 @@ class Rows:
         self.launched_position_R[rows_B] += launched_B - self.launched_R[rows_B]
         self.launched_R[rows_B] = launched_B
 
-    def leave(self, row: int) -> None:
+    def leave(self, sequence: Sequence) -> None:
+        row = sequence.row
+        sequence.last_token, sequence.newest_version = float(self.last_token_R[row]), int(self.newest_version_R[row])
         self.alive_R[row] = False
         self.epoch_R[row] += 1
 
