@@ -249,31 +249,28 @@ class NativeEngine:
         comes out for requests that were submitted before is kept for the next `step`."""
         for request in requests:
             self.check(request)
-        found: list[dict[int, Completion]] = [{} for _ in requests]
-        places: dict[int, int] = {}
+        found: dict[int, dict[int, Completion]] = {}
         others: list[Event] = []
         missing = sum(request.sampling.n for request in requests)
-        waiting = sorted(range(len(requests)), key=lambda place: requests[place].order)
-        # As many again as a device begins with: while prompts wait, rows that decode are not many steps ahead of them.
-        count = 2 * FIRST_PROMPTS if self._is_idle else len(waiting)
         try:
+            for request in requests:
+                found[self._queue(request, 0)] = {}
             while missing:
-                now, waiting, count = waiting[:count], waiting[count:], 2 * count
-                for place in now:
-                    places[self._queue(requests[place], 0)] = place
-                for number, piece in self.step():
-                    if number not in places:
-                        others.append((number, piece))
-                    elif isinstance(piece, EngineError):
+                events = self.step()
+                others += [event for event in events if event[0] not in found]
+                for number, piece in events:
+                    if number not in found:
+                        continue
+                    if isinstance(piece, EngineError):
                         raise piece
-                    elif piece.completion is not None:
-                        found[places[number]][piece.index] = piece.completion
+                    if piece.completion is not None:
+                        found[number][piece.index] = piece.completion
                         missing -= 1
         finally:
-            for number in places:
+            for number in found:
                 self.abort(number)
-            self._under_way.events = others + [event for event in self._under_way.events if event[0] not in places]
-        return [[completions[index] for index in sorted(completions)] for completions in found]
+            self._under_way.events = others + [event for event in self._under_way.events if event[0] not in found]
+        return [[completions[index] for index in sorted(completions)] for completions in found.values()]
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -281,11 +278,6 @@ class NativeEngine:
     def has_work(self) -> bool:
         """Whether a step would bring anything forward; never while it sleeps."""
         return self._runner is not None and (self._scheduler.has_work or bool(self._in_flight) or bool(self._under_way.events))
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether there is a device beside the host that has nothing to do."""
-        return self._awake.runs_ahead and not self._in_flight
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -297,7 +289,8 @@ class NativeEngine:
         if not self._scheduler.can_grow(num_steps):
             self._in_flight.collect(0, self.version)  # a preemption needs everything that was sampled
             num_steps, before = 1, 0
-        most_prompts, captured = FIRST_PROMPTS if self._is_idle else None, self._awake.num_captured
+        is_idle, captured = self._awake.runs_ahead and not self._in_flight, self._awake.num_captured
+        most_prompts = FIRST_PROMPTS if is_idle else None
         plan = self._scheduler.schedule(num_steps, ahead.drafts, ahead.guesses, most_prompts)
         self._launcher.launch(plan, self.version)
         self._kv_blocks_peak = max(self._kv_blocks_peak, self._pool.num_used)

@@ -24,7 +24,7 @@ from support.tiny_engines import (
 )
 
 from redline.engine import NativeEngine
-from redline.errors import EngineError
+from redline.errors import BrokenModelError, EngineError
 from redline.types import Delta, GenerateRequest, SamplingParams, WeightUpdate
 
 
@@ -201,6 +201,17 @@ def test_nan_in_one_request_is_nobody_elses_problem(model: Model, at: int, setti
     fill = [healthy(40, seed) for seed in range(10, 14)]
     for completions, request in zip(engine.generate([*requests, *fill]), [*requests, *fill], strict=True):
         assert_same(completions, model.alone(request))
+
+
+def test_what_comes_out_beside_an_error_is_kept_for_its_own_caller(model: Model) -> None:
+    engine = model.engine()
+    with torch.no_grad():
+        engine.decoder.embed[7] = float("nan")
+    other = engine.submit(replace(ask(3, 1), prompt_ids=np.array([11, 12, 13], np.int32), order=(1, 0.0)))  # behind the other
+    with pytest.raises(BrokenModelError):
+        engine.generate([replace(ask(3, 3), prompt_ids=np.array([7, 7, 7], np.int32))])
+    assert [number for number, piece in engine.step() if piece.completion is not None] == [other]
+    assert not engine.has_work
 
 
 def test_nan_that_was_sampled_fails_its_request_and_no_other(model: Model) -> None:

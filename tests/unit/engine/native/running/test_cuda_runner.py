@@ -248,32 +248,6 @@ def test_a_device_that_has_nothing_to_do_begins_with_few_prompts(decoder: Decode
     assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
 
 
-def test_completions_come_in_the_order_asked_whichever_was_queued_first(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "FIRST_PROMPTS", 1)
-    requests = [replace(ask(length, 6, n=2), order=(-length, 0.0)) for length in (5, 7, 9, 12)]
-    engine, queued, decoded = InterpretedEngine(decoder, CONFIG), [], []
-    queue, step = engine._queue, engine.step
-    kept = engine.submit(ask(3, 2))
-
-    def watched_step() -> list[Any]:
-        events = step()
-        decoded.append(engine.stats.decode_steps)
-        return events
-
-    def watched_queue(request: GenerateRequest, streaming: int) -> int:
-        queued.append((len(decoded), len(request.prompt_ids)))
-        return queue(request, streaming)
-
-    monkeypatch.setattr(engine, "_queue", watched_queue)
-    monkeypatch.setattr(engine, "step", watched_step)
-    assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
-    assert queued == [(0, 12), (0, 9), (1, 7), (1, 5)], "the longest first, and two while the device works"
-    assert decoded[:2] == [0, 1], "not as many steps as a launch can have, beside prompts that wait"
-    assert [number for number, piece in engine.step() if piece.completion is not None] == [kept]
-
-
 def test_a_sleeping_engine_holds_no_memory_of_its_steps(decoder: Decoder) -> None:
     """Not until the garbage collector comes by: a colocated trainer needs the memory now."""
     engine = InterpretedEngine(decoder, CONFIG)
