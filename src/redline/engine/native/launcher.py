@@ -11,7 +11,7 @@ import torch
 
 from redline.engine.native.in_flight import InFlight
 from redline.engine.native.running.rows import Rows
-from redline.engine.native.running.runner import Decoding, Runner, wants_of
+from redline.engine.native.running.runner import Decoding, Runner
 from redline.engine.native.running.verification import Drafts, Guesses
 from redline.engine.native.scheduler import Plan, Scheduler
 from redline.engine.native.sequence import Sequence
@@ -68,7 +68,7 @@ class Launcher:
         if not is_one_pass and not self._try_decode(plan, version):
             return
         try:
-            self._prefill(plan, version, plan.decode if is_one_pass else ())
+            self._prefill(plan, version, plan.rows_B if is_one_pass else plan.rows_B[:0])
         except torch.OutOfMemoryError as error:
             if is_one_pass and not self._try_decode(plan, version):
                 return
@@ -106,53 +106,52 @@ class Launcher:
 
     def _decode_plainly(self, plan: Plan, version: int) -> None:
         self._speculation.leave_places()
-        runner, rows_B, prefixes = self._runner(), _rows_of(plan.decode), None
+        runner, rows_B, prefixes = self._runner(), plan.rows_B, None
         if runner.reads_prefixes_once:
             rows_B, prefixes = self._rows.table.side_by_side(rows_B)
         positions_B = self._rows.launched_position_R[rows_B] - 1
-        samples = runner.decode(rows_B, positions_B, plan.num_steps, wants_of(plan.decode), prefixes)
+        samples = runner.decode(rows_B, positions_B, plan.num_steps, self._rows.wants(plan.rows_B), prefixes)
         self._in_flight.add(rows_B, samples, version, is_first=False)
 
     def _verify(self, plan: Plan, version: int) -> None:
         """Waits for the device."""
-        rows_B, drafts = _rows_of(plan.decode), Drafts.of([plan.drafts.get(s, ()) for s in plan.decode])
+        rows_B, drafts = plan.rows_B, Drafts.of([plan.drafts.get(s, ()) for s in plan.decode])
         positions_B = self._rows.launched_position_R[rows_B] - 1
-        samples, counts_B = self._runner().verify(rows_B, positions_B, drafts, wants_of(plan.decode))
+        samples, counts_B = self._runner().verify(rows_B, positions_B, drafts, self._rows.wants(rows_B))
         self._in_flight.add_verified(rows_B, samples, counts_B, version)
         self._speculation.learn(plan.drafts, dict(zip(plan.decode, (counts_B - 1).tolist(), strict=True)))
 
     def _guess(self, plan: Plan, version: int) -> None:
-        rows_B, counts_B = _rows_of(plan.decode), np.array([plan.guesses.get(s, 0) for s in plan.decode])
+        rows_B, counts_B = plan.rows_B, np.array([plan.guesses.get(s, 0) for s in plan.decode])
         guesses = Guesses.of(counts_B, self._speculation.writes(plan.decode))
-        samples = self._runner().guess(rows_B, guesses, plan.num_steps, wants_of(plan.decode))
+        samples = self._runner().guess(rows_B, guesses, plan.num_steps, self._rows.wants(rows_B))
         self._in_flight.add_guessed(rows_B, samples, guesses, plan.num_steps, version)
 
     # ── prompts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prefill(self, plan: Plan, version: int, decode: Sequence_[Sequence]) -> None:
-        """Compute the chunks of a plan, and in the same pass a token of each sequence in `decode`."""
+    def _prefill(self, plan: Plan, version: int, decode_B: np.ndarray) -> None:
+        """Compute the chunks of a plan, and in the same pass a token of each of the rows `decode_B`."""
         if not plan.chunks:
             return
         with span("engine.prefill", device=True, version=version):
-            samplers = [s for c in plan.chunks for s in c.samplers]
-            wants = wants_of([*samplers, *decode])
-            samples = self._runner().prefill(plan.chunks, plan.copies, wants, self._decoding(decode))
+            samplers_B = np.array([s.row for c in plan.chunks for s in c.samplers], np.int64)
+            wants, count = self._rows.wants(np.concatenate([samplers_B, decode_B])), len(samplers_B)
+            samples = self._runner().prefill(plan.chunks, plan.copies, wants, self._decoding(decode_B))
             self.counts.prompt_tokens += sum(c.end - c.start for c in plan.chunks)
-            if decode and samples is not None:
+            if len(decode_B) and samples is not None:
                 self.counts.decode_steps += 1
-                self.counts.decoded_rows += len(decode)
-                self._in_flight.add(_rows_of(decode), samples.of_rows(len(samplers), None), version, is_first=False)
-            if samplers and samples is not None:
-                self._in_flight.add(_rows_of(samplers), samples.of_rows(0, len(samplers)), version, is_first=True)
+                self.counts.decoded_rows += len(decode_B)
+                self._in_flight.add(decode_B, samples.of_rows(count, None), version, is_first=False)
+            if count and samples is not None:
+                self._in_flight.add(samplers_B, samples.of_rows(0, count), version, is_first=True)
         self._alone_left = max(0, self._alone_left - 1)
         self._scheduler.prompts_at_once = 1 if self._alone_left else None
 
-    def _decoding(self, sequences: Sequence_[Sequence]) -> Decoding | None:
-        if not sequences:
+    def _decoding(self, rows_B: np.ndarray) -> Decoding | None:
+        if not len(rows_B):
             return None
-        rows, rows_B = self._rows, _rows_of(sequences)
-        uses_lora = any(s.wants.lora for s in sequences)
-        return Decoding(rows_B, rows.launched_position_R[rows_B] - 1, rows.table.of(rows_B), uses_lora)
+        rows = self._rows
+        return Decoding(rows_B, rows.launched_position_R[rows_B] - 1, rows.table.of(rows_B), rows.wants(rows_B).lora)
 
     # ── no memory ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,7 +173,3 @@ class Launcher:
                 message = f"no memory for a prompt of {sequence.num_prompt} tokens with n = {n}: {first_line}"
                 hint = "shorten it, lower n, or leave more memory free (engine.gpu_memory_utilization)"
                 self._under_way.fail(sequence, EngineMemoryError(message, hint))
-
-
-def _rows_of(sequences: Sequence_[Sequence]) -> np.ndarray:
-    return np.array([s.row for s in sequences])

@@ -91,7 +91,7 @@ class LookAhead:
         rows, max_steps = self._rows, self._runner().max_steps
         if max_steps == 1 or self._scheduler.is_crowded:
             return 1
-        rows_B = np.array([s.row for s in self._scheduler.decoding], np.int64)
+        rows_B = self._scheduler.decoding_rows
         pieces_B = rows.streaming_R[rows_B]
         piece = int(pieces_B.min(initial=max_steps, where=pieces_B > 0))
         if piece == 1 or rows.has_stop_R[rows_B].any():

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class Plan:
     """One step."""
 
     decode: list[Sequence] = field(default_factory=list)
+    rows_B: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Of those that decode."""
     num_steps: int = 1
     """Tokens each decoding sequence advances by."""
     chunks: list[Chunk] = field(default_factory=list)
@@ -89,6 +91,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         """In order of admission."""
+        self._decoding_rows: np.ndarray | None = None
         self.counts = SchedulerCounts()
         self._rows = rows
         self._free_rows = list(range(len(rows.alive_R) - 1, -1, -1))
@@ -114,11 +117,26 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.decoding)
 
+    @property
+    def decoding_rows(self) -> np.ndarray:
+        """int64: those of `decoding`."""
+        if self._decoding_rows is None:
+            self._decoding_rows = np.array([sequence.row for sequence in self.decoding], np.int64)
+        return self._decoding_rows
+
+    def _decode(self, sequences: list[Sequence]) -> None:
+        self.decoding += sequences
+        self._decoding_rows = None
+
+    def _decode_no_more(self, sequence: Sequence) -> None:
+        self.decoding.remove(sequence)
+        self._decoding_rows = None
+
     # ── the next step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def can_grow(self, num_steps: int) -> bool:
         """Whether every decoding sequence finds blocks for that many tokens, and for its drafts, without a preemption."""
-        rows = _rows_of(self.decoding)
+        rows = self.decoding_rows
         missing = self._blocks_after(rows, num_steps) - self._rows.table.num_blocks_R[rows]
         return int(np.maximum(missing, 0).sum()) <= self.pool.num_free
 
@@ -159,17 +177,17 @@ class Scheduler:
         return bool(self.waiting) and not plan.preempted_rows and not is_full
 
     def _schedule_decode(self, plan: Plan) -> None:
-        book, rows = self._rows, _rows_of(self.decoding)
+        book, rows = self._rows, self.decoding_rows
         # Rows that began together cross into a new block together: what all of them need is asked once.
         wanted_B = self._blocks_after(rows, plan.num_steps)
         short_B = np.flatnonzero(wanted_B > book.table.num_blocks_R[rows]).tolist()
         for sequence, wanted in [(self.decoding[b], int(wanted_B[b])) for b in short_B]:
             if sequence.stage is Stage.DECODE:  # or it has given way to an earlier one
                 self._grow(sequence, wanted, plan)
-        rows = _rows_of(self.decoding)
+        rows = self.decoding_rows
         goes_on = book.launched_R[rows] < book.limit_R[rows]
-        plan.decode = [s for s, wanted in zip(self.decoding, goes_on.tolist(), strict=True) if wanted]
-        rows = rows[goes_on]
+        plan.decode = self.decoding.copy() if goes_on.all() else list(compress(self.decoding, goes_on.tolist()))
+        plan.rows_B = rows = rows[goes_on]
         # How many guesses turn out right is heard of later; until then all may.
         most = plan.num_steps + book.drafted_R[rows] if plan.guesses else plan.num_steps
         advance = np.minimum(most, book.limit_R[rows] - book.launched_R[rows])
@@ -206,7 +224,7 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         """Back to the head of the queue. What it sampled is kept, its keys and values are computed again."""
-        self.decoding.remove(sequence)
+        self._decode_no_more(sequence)
         sequence.sampled = self._rows.take(sequence.row)
         self._file_blocks(sequence)
         self._give_back(sequence)
@@ -306,7 +324,7 @@ class Scheduler:
                 sequence.stage = Stage.DECODE
                 self._rows.launched_position_R[sequence.row] = len(leader.tokens)
                 self._rows.launched_R[sequence.row] += 1
-            self.decoding += chunk.samplers
+            self._decode(chunk.samplers)
 
     def _fork(self, leader: Sequence, follower: Sequence, plan: Plan) -> None:
         partial, follower.blocks = follower.blocks, []
@@ -350,7 +368,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """A decoding sequence gives back what it holds. Its full blocks can still be found by content."""
-        self.decoding.remove(sequence)
+        self._decode_no_more(sequence)
         sequence.sampled = self._rows.take(sequence.row)
         self._file_blocks(sequence)
         self._give_back(sequence)
@@ -433,7 +451,3 @@ class Scheduler:
 def _begins_after(waiting: Sequence, new: Sequence) -> bool:
     """Whether a new request overtakes one that waits. None overtakes what has begun before."""
     return waiting.sampled is None and waiting.elder is None and waiting.request.order > new.request.order
-
-
-def _rows_of(sequences: list[Sequence]) -> np.ndarray:
-    return np.array([s.row for s in sequences], np.int64)

@@ -642,6 +642,8 @@ class AnyUse(RuleBasedStateMachine):
             plan = self.world.step(num_steps)
             tokens = len(plan.decode) + sum(chunk.end - chunk.start for chunk in plan.chunks)
             assert tokens <= max(self.world.budget, len(plan.decode) + 1)
+            scheduler = self.world.scheduler
+            assert scheduler.decoding_rows.tolist() == [sequence.row for sequence in scheduler.decoding]
 
     @precondition(lambda self: self.unfinished)
     @rule(pick=st.integers(0, 99))

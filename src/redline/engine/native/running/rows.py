@@ -6,10 +6,13 @@ done at most, where it guesses tokens; `sampled` counts what has come back.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import numpy as np
 
 from redline.engine.native.cache.block_table import BlockTable
-from redline.engine.native.sequence import Sampled, Sequence
+from redline.engine.native.sequence import Sampled, Sequence, Wants
 
 NO_TOKEN = -1
 
@@ -42,6 +45,9 @@ class Rows:
         """Tokens of a piece at least; 0 where only the whole is wanted."""
         self.has_stop_R = np.zeros(num_rows, bool)
         """Whether it ends with a string, for which every token is looked at."""
+        self._wants_R = np.zeros(num_rows, np.int64)
+        self._known_wants: dict[Wants, int] = {}
+        """Numbers of those in the array before."""
 
     def enter(self, sequence: Sequence) -> None:
         """A new tenant, with what it sampled before it was preempted."""
@@ -61,12 +67,18 @@ class Rows:
         self.launched_position_R[row] = self.drafted_R[row] = 0
         self.last_token_R[row], self.newest_version_R[row] = sequence.last_token, sequence.newest_version
         self.streaming_R[row], self.has_stop_R[row] = sequence.streaming, bool(sampling.stop)
+        self._wants_R[row] = self._known_wants.setdefault(sequence.wants, len(self._known_wants))
         self.table.clear(row)
 
     def _widen_stops(self, width: int) -> None:
         if width > self.stops_RS.shape[1]:
             more = np.full((len(self.stops_RS), width - self.stops_RS.shape[1]), NO_TOKEN, np.int64)
             self.stops_RS = np.concatenate([self.stops_RS, more], axis=1)
+
+    def wants(self, rows_B: np.ndarray) -> Wants:
+        """What any of these asks for."""
+        known, counts = list(self._known_wants), np.bincount(self._wants_R[rows_B])
+        return reduce(or_, (known[number] for number in np.flatnonzero(counts)), Wants())
 
     def launched_at_most(self, rows_B: np.ndarray, under_way_B: np.ndarray) -> None:
         """What is under way brings these rows at most so many tokens: what was launched before may have brought fewer than it

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 
 import numpy as np
 import torch
@@ -20,7 +18,6 @@ from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.sampler import Sampled
 from redline.engine.native.running.verification import MAX_TOKENS, NEWEST, NO_GUESS, Drafts, Guesses
 from redline.engine.native.scheduler import Chunk, Plan
-from redline.engine.native.sequence import Sequence as Sequence_
 from redline.engine.native.sequence import Wants
 from redline.models.decoder import AnyAttend, Decoder
 from redline.models.files.hf import AnyDecoder
@@ -391,7 +388,3 @@ class _Ends:
 def _ends(chunks: Sequence[Chunk], runs: Runs) -> _Ends:
     counts_S = np.array([len(c.samplers) for c in chunks] + [1] * (len(runs.lengths_S) - len(chunks)))
     return _Ends((runs.offsets[1:] - 1)[counts_S > 0], counts_S[counts_S > 0])
-
-
-def wants_of(sequences: Sequence[Sequence_]) -> Wants:
-    return reduce(or_, {id(s.wants): s.wants for s in sequences}.values(), Wants())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from redline.engine.native.running.rows import Rows
+from redline.engine.native.sequence import Sequence, Wants
+from redline.types import GenerateRequest, SamplingParams
 
 NUM_ROWS, STOP = 6, 3
 
@@ -48,3 +52,22 @@ def test_nothing_is_noted_where_nothing_counts() -> None:
     parts = (np.zeros((2, NUM_ROWS), np.int64), np.zeros((2, NUM_ROWS), np.float32), nothing)
     assert rows.append_counting(np.arange(NUM_ROWS), rows.epoch_R.copy(), *parts) == 0
     assert rows.sampled_R.tolist() == make_rows().sampled_R.tolist()
+
+
+def test_rows_together_ask_for_what_any_of_them_does_and_not_for_what_others_did_before_them() -> None:
+    rows = Rows(4, 64, 4)
+
+    def enter(row: int, **sampling: Any) -> None:
+        params = SamplingParams(max_tokens=8, **sampling)
+        sequence = Sequence(row, 0, GenerateRequest(np.arange(3, dtype=np.int32), params), 0.0, Wants.of(params))
+        sequence.begin(row)
+        rows.enter(sequence)
+
+    enter(0)
+    enter(1, top_k=3)
+    enter(2, raw_logprobs=True, top_logprobs=2)
+    assert rows.wants(np.array([0])) == rows.wants(np.empty(0, np.int64)) == Wants()
+    assert rows.wants(np.array([0, 1])) == Wants(top_k=True)
+    assert rows.wants(np.array([2, 1])) == Wants(top_k=True, raw=True, top=2)
+    enter(1, min_p=0.1)
+    assert rows.wants(np.array([0, 1])) == Wants(min_p=True)
