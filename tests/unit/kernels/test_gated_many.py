@@ -18,7 +18,7 @@ MODELS = {"135m": (576, 1536), "0.5b": (896, 4864), "1.5b": (1536, 8960), "7b": 
 
 @pytest.mark.parametrize(("hidden", "inner"), MODELS.values(), ids=MODELS)
 def test_tiles_cover_every_row_and_column(hidden: int, inner: int) -> None:
-    for rows in (513, 700, 1000, 1024, 2048, 3000, 4096):
+    for rows in (513, 700, 1000, 1024, 2048, 3000, 4096, 8192, 32768):
         tile = tile_of(rows, inner, hidden, 132)
         assert tile is not None
         below, across, band = tile.below(rows), tile.across(inner), tile.band(rows)
