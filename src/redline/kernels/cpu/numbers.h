@@ -1,9 +1,6 @@
 // What tensors hold: float32, or with -DBFLOAT16=1 bfloat16. All arithmetic is float32.
 
 #include "vectors.h"
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 

@@ -108,7 +108,7 @@ def _turned(heads_TX: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor, si
     return q_THD, k_TKD, v_TKD
 
 
-def _check_once() -> None:
+def check_once() -> None:
     """Called by backward passes, in which autograd records for `create_graph` alone. It would take what C computes for
     constants; torch's `once_differentiable` says nothing to `torch.autograd.grad`."""
     if torch.is_grad_enabled():
@@ -125,7 +125,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        _check_once()
+        check_once()
         sum_TE, weight_E, scale_T = ctx.saved_tensors
         grad_sum_TE, grad_normed_TE = grads if len(grads) == 2 else (None, *grads)
         if grad_normed_TE is None:
@@ -145,7 +145,7 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out_TI: Tensor) -> Tensor:
-        _check_once()
+        check_once()
         (gate_up_TI,) = ctx.saved_tensors
         grad_TI = torch.empty_like(gate_up_TI)
         _call("silu_mul_backward", (gate_up_TI, grad_out_TI.contiguous(), grad_TI), *grad_out_TI.shape)
@@ -162,7 +162,7 @@ class _TurnedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        _check_once()
+        check_once()
         cos, sin = ctx.saved_tensors
         T, num_heads, num_kv_heads, D = ctx.sizes
         grad_TX = cos.new_empty(T, (num_heads + 2 * num_kv_heads) * D)

@@ -1,6 +1,9 @@
 // The vectors that the CPU has: gcc cuts longer ones into single numbers where it compares them.
 
 #include <stdint.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -19,7 +22,16 @@ typedef int32_t ivec4 __attribute__((vector_size(16)));
 static inline vec all(float x) { return x - (vec){}; }
 static inline vec choose(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
 
+#if LANES == 16
+static inline vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline vec smaller(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif LANES == 8
+static inline vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline vec smaller(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
+static inline vec smaller(vec a, vec b) { return choose(a < b, a, b); }
+#endif
 
 // Four numbers with the same sum.
 static inline vec4 folded(vec v) {
@@ -54,11 +66,9 @@ static inline float largest_of(vec v) {
 
 // e to the x, for x of at most 88; 0 for what float32 has no number for.
 static inline vec exponential(vec x) {
-    vec scaled = x * 1.44269504088896341f;
-    scaled = choose(scaled < -126.f, all(-126.f), scaled);
-    scaled = choose(scaled > 127.f, all(127.f), scaled);
-    ivec whole = __builtin_convertvector(scaled + choose(scaled < 0.f, all(-0.5f), all(0.5f)), ivec);
-    vec t = (scaled - __builtin_convertvector(whole, vec)) * 0.693147180559945309f;
+    vec scaled = smaller(all(127.f), larger(all(-126.f), x * 1.44269504088896341f));
+    vec moved = scaled + 12582912.f;  // the nearest whole number is in its last bits
+    vec t = (scaled - (moved - 12582912.f)) * 0.693147180559945309f;
     vec y = t * (1.f / 5040) + 1.f / 720;
     y = y * t + 1.f / 120;
     y = y * t + 1.f / 24;
@@ -66,7 +76,7 @@ static inline vec exponential(vec x) {
     y = y * t + 0.5f;
     y = y * t + 1.f;
     y = y * t + 1.f;
-    vec power = (vec)((whole + 127) << 23);
+    vec power = (vec)(((ivec)moved + 127) << 23);
     vec result = y * power;
     return choose(x < -87.f, (vec){}, result);
 }

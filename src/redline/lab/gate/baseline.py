@@ -25,9 +25,6 @@ SAMPLED = 0.05
 OTHER_VERSIONS = 0.05
 """On top of it for counts under another Python or torch, which may do the same in more calls."""
 
-DECODING = ("generation", "loop step")
-"""Workloads with decode steps. On a CPU those may be C, of which torch counts nothing: with and without are two things."""
-
 State = Literal["same", "worse", "better", "not comparable"]
 
 
@@ -45,11 +42,6 @@ class Figure:
     """At 95%; None for a count."""
     is_sampled: bool = False
     """Whether the work depends on what a policy samples."""
-
-    @property
-    def decodes(self) -> bool:
-        """Whether an engine samples in it."""
-        return self.name.partition(":")[0] in DECODING
 
     def as_json(self) -> dict[str, Any]:
         unit = "bytes" if self.kind.endswith("bytes") else "× reference" if self.kind == RATIO else ""
@@ -134,7 +126,7 @@ def _check(figure: Figure, before: Figure | None, then: Mapping[str, Any], now: 
     else:
         same = then.get("libraries") == now.get("libraries")
         allowed, comparable = TOLERANCES[figure.kind] + figure.is_sampled * SAMPLED + (not same) * OTHER_VERSIONS, True
-    if figure.decodes and then.get("decodes_in_c", False) != now.get("decodes_in_c", False):
+    if then.get("in_c", False) != now.get("in_c", False):  # torch counts nothing of it: with and without are two things
         comparable = False
     if before is None or not comparable:
         return Check(figure, before, "not comparable", allowed)

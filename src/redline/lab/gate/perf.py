@@ -132,7 +132,7 @@ def _identity(device: torch.device) -> dict[str, Any]:
         "machine": machine,
         "reference": VERSION,
         "libraries": {"python": python, "torch": torch_version},
-        "decodes_in_c": device.type == "cpu" and products() is not None,
+        "in_c": device.type == "cpu" and products() is not None,
     }
 
 

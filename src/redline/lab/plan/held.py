@@ -84,6 +84,7 @@ def layer(setup: Setup, tokens: int) -> LayerBytes:
         setup.layer_code,
         adapter_columns=lora.rank * len(lora.targets) if lora.rank else 0,
         scores=setup.scores_per_token(tokens),
+        padded=setup.pads_attention,
     )
 
 

@@ -11,12 +11,12 @@ import torch
 from redline.config import Config, resolve
 from redline.engine.native.quantized import check_fp8_types, check_shape
 from redline.errors import ConfigError, RedlineError
-from redline.kernels.cpu import training
+from redline.kernels.cpu import attention, training
 from redline.lab.material.workloads import RANDOM
 from redline.lab.plan.devices import Device
 from redline.lab.plan.shapes import Model, classifier_parameters, describe_model
 from redline.lab.plan.stages import KEY, check_stages, layers_of, parameters_of
-from redline.models.attention.packed import writes_out
+from redline.models.attention.padded import writes_out
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
 from redline.models.parallel import shard_spec
 from redline.models.spec import DecoderSpec, refuse_undivided
@@ -177,9 +177,16 @@ class Setup:
         """Tokens of the longest sequence."""
         return self.work.prompt_tokens + self.work.max_new_tokens
 
+    @property
+    def pads_attention(self) -> bool:
+        """Whether it is torch's, in rectangles: on a CPU where there is no C for it."""
+        if self.device.is_gpu:
+            return False
+        return bool(self.model.shape.windows) or not attention.is_there(self.dtype, self.model.shape.head_dim)
+
     def scores_per_token(self, tokens: int) -> float:
         """Attention scores that a token of a micro-batch keeps in a layer: on the CPU, where they are written out."""
-        if self.kind != "cpu":
+        if not self.pads_attention:
             return 0
         shape, work = self.model.shape, self.work
         own = work.max_new_tokens if self.shares_prompts else self.longest

@@ -147,21 +147,23 @@ def layer_bytes(
     *,
     adapter_columns: int = 0,
     scores: float = 0,
+    padded: bool = True,
 ) -> LayerBytes:
     """E hidden, A = H · D attention, C = K · D keys or values, I intermediate; elements kept per token:
 
                     fused       kernels     eager
         norms       4 E + 2 f   4 E + 2 f   2 E + 4 E f   residual sums and their norms; eager: also before the gain, and wide
         heads       A + 2 C     A + 2 C     A + 2 C       queries, keys, values after rotation
-        attention   A + H f     A + H f     2 A + H f     its output, eager: in token order too; a log-sum-exp per head
+        attention   A + H f     A + H f     A + H f       its output, and a log-sum-exp per head
+        padded      -           -           A             its output in token order too, where it has rectangles
         qk norm     -           A + C       2 (A + C) f   its inputs, where there is one
         MLP         3 I         3 I         4 I           gate, up and their product; eager: silu(gate)
         experts     -           3 I + 2 P   4 I + 2 P     I of all that a token goes to; P: what they are given, or return
         adapters    -           theirs      theirs        `adapter_columns`: what A makes of a token
 
-    f: in float32 whatever the dtype. Compiled is eager but for norms and MLP, which are those of kernels. Where `scores` are
-    written out (`packed_attention.py`, on the CPU), heads times keys for each token, they take the place of the log-sum-exps
-    and of the output in rows, and queries, keys and values are float32.
+    f: in float32 whatever the dtype. Compiled is eager but for norms and MLP, which are those of kernels. Where attention is
+    `padded` (`attention/padded.py`) and `scores` are written out (on the CPU), heads times keys for each token, they take the
+    place of the log-sum-exps and of the output in rows, and queries, keys and values are float32.
     """
     E, A, C = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     (I, passed), H = _mlp_columns(shape, num_parameters, 3 + (code == "eager")), shape.num_heads  # noqa: E741
@@ -172,7 +174,7 @@ def layer_bytes(
         is_eager = code == "eager"
         norms = 2 * (2 * FLOAT32 + size) * E if is_eager else size * 4 * E + 2 * FLOAT32
         qk_norm = 2 * FLOAT32 * (A + C) if has_qk_norm else 0
-        attention = size * A + (FLOAT32 * (heads + scores) if scores else size * (heads + A) + FLOAT32 * H)
+        attention = size * A * padded + (FLOAT32 * (heads + scores) if scores else size * (heads + A) + FLOAT32 * H)
         mlp = size * ((3 + is_eager) * I + passed)
         backward = size * (4 * E + max((3 + 2 * is_eager) * I + passed, 3 * heads)) + 2 * FLOAT32 * scores
     else:

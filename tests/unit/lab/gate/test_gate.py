@@ -110,12 +110,11 @@ def test_a_ratio_of_another_machine_is_not_comparable() -> None:
     assert state(figure(1000), figure(1010), machine={"cpu": "y"}) == "worse"
 
 
-def test_decode_steps_in_c_are_not_compared_with_those_of_torch() -> None:
-    """Torch counts next to nothing of them: without a compiler everything would be worse, with one nothing ever."""
-    for name, expected in (("generation", "not comparable"), ("loop step", "not comparable"), ("trainer step", "better")):
-        before, now = (replace(figure(value, "flops"), name=f"{name}: flops") for value in (1000, 10))
-        assert state(before, now, decodes_in_c=True) == expected
-        assert state(before, now, decodes_in_c=False) == "better", "as a baseline has it that says nothing of it"
+def test_what_is_in_c_is_not_compared_with_what_is_torchs() -> None:
+    """Torch counts next to nothing of it: without a compiler everything would be worse, with one nothing ever."""
+    before, now = figure(1000, "flops"), figure(10, "flops")
+    assert state(before, now, in_c=True) == "not comparable"
+    assert state(before, now, in_c=False) == "better", "as a baseline has it that says nothing of it"
 
 
 def test_an_update_keeps_every_reason(tmp_path: Path) -> None:

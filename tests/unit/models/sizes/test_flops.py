@@ -8,7 +8,8 @@ from support.fakes import Attempt, train_batch
 from support.policy_training import Bench, make_bench
 from torch.utils.flop_counter import FlopCounterMode
 
-from redline.models.attention import packed
+from redline.kernels.cpu import attention
+from redline.models.attention import padded
 from redline.models.sizes.peak import data_sheet, find_peak
 from redline.trainer.batches.micro_batches import plan_micro_batches
 
@@ -18,8 +19,9 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 @pytest.fixture(autouse=True)
 def attention_in_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch counts no operation of its fused attention on a CPU."""
-    monkeypatch.setattr(packed, "has_batched_products", lambda: True)
+    """torch counts no operation of its fused attention on a CPU, nor of C."""
+    monkeypatch.setattr(padded, "has_batched_products", lambda: True)
+    monkeypatch.setattr(attention, "is_there", lambda *_: False)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 from torch import Tensor
 
 from redline.kernels.segments import NO_PARENT
-from redline.models.attention import packed as packed_attention
+from redline.models.attention import padded
 from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.trainer.batches.cost import CostModel
@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_those_of_one_sequence_at_a_time(
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packed_attention, "MAX_SCORES", 0)  # the written-out attention computes in float32
+    monkeypatch.setattr(padded, "MAX_SCORES", 0)  # the written-out attention computes in float32
     decoder, batch = load_decoder(folder).to(dtype), some_batch()
     expected_loss, expected, alone = gradients(decoder, batch, plan_micro_batches(batch, ONE_AT_A_TIME).of_rank(0))
     plan = plan_micro_batches(batch, budget, num_ranks, cost)
@@ -110,7 +110,7 @@ def test_loss_and_gradients_are_those_of_one_sequence_at_a_time(
 def test_attempts_with_the_same_tokens_have_the_gradients_that_each_has_by_itself(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_attention, "MAX_SCORES", 0)
+    monkeypatch.setattr(padded, "MAX_SCORES", 0)
     prompt, answers = list(range(2, 14)), ([5, 6, 7], [8, 9], [5, 6, 7], [5, 6], [8, 9], [5, 6, 7])
     group = [Attempt([(prompt, False), (answer, True)], 1.0) for answer in answers]
     decoder, together, apart = load_decoder(folder).double(), train_batch([group]), train_batch([[each] for each in group])
