@@ -372,10 +372,10 @@ class NativeEngine:
         if self._runner is not None:
             raise EngineError("the engine is not asleep", "call sleep first")
         watch = Stopwatch(self.decoder.output_weight.device)
-        offloaded, self._offloaded = self._offloaded, None
+        offloaded = self._offloaded
         if offloaded is not None:
             offloaded.restore()
-        self._runner = self._make_runner()
+        self._runner, self._offloaded = self._make_runner(), None
         moved = self._copied_bytes + (offloaded.bytes if offloaded else 0)
         return MemoryMoved(self._runner.cache.bytes, moved, watch.seconds)
 

@@ -131,6 +131,7 @@ class Launcher:
 
     def _prefill(self, plan: Plan, version: int, decode_B: np.ndarray) -> None:
         """Compute the chunks of a plan, and in the same pass a token of each of the rows `decode_B`."""
+        self._runner().rows.set_biases(plan.admitted)
         if not plan.chunks:
             return
         with span("engine.prefill", device=True, version=version):

@@ -47,7 +47,10 @@ class Families:
     """The segments of a packed batch, each that continues none with those that continue it; and room to work in."""
 
     def __init__(self, segments: Segments) -> None:
-        lengths, roots = segments.lengths, np.where(segments.parents == NO_PARENT, np.arange(len(segments.parents)), segments.parents)
+        lengths, roots = (
+            segments.lengths,
+            np.where(segments.parents == NO_PARENT, np.arange(len(segments.parents)), segments.parents),
+        )
         work = np.bincount(roots, lengths * (segments.parent_lengths + lengths), minlength=len(roots))
         is_root = segments.parents == NO_PARENT
         # The families with most work first: those at the end go to whoever is free.

@@ -77,7 +77,7 @@ inlined ivec dot(ivec sum, ivec weight, ivec x) { return (ivec)vdotq_s32((int32x
 
 inlined long groups_of(long I) { return (I + GROUP - 1) / GROUP; }
 inlined long tile_bytes(long I) { return TILE * (I * (long)sizeof(whole) + groups_of(I) * 4); }
-inlined long smaller(long a, long b) { return a < b ? a : b; }
+inlined long at_most(long a, long b) { return a < b ? a : b; }
 
 // ── to whole numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -118,7 +118,7 @@ void pack(const float* weight, char* packed, long O, long I, int threads) {
             for (long begin = 0; begin < I; begin += GROUP) {
                 const float* from = o + c < O ? weight + (o + c) * I + begin : nothing;
                 int32_t sum, *to = units + begin / UNIT * TILE + c;
-                scales[begin / GROUP * TILE + c] = group_to_units(from, smaller(GROUP, I - begin), to, TILE, SHIFT, &sum);
+                scales[begin / GROUP * TILE + c] = group_to_units(from, at_most(GROUP, I - begin), to, TILE, SHIFT, &sum);
             }
     }
 }
@@ -136,12 +136,12 @@ struct Product {
 };
 
 static void rows_to_units(const struct Product* p, const float* x, long t) {
-    const long rows = smaller(ROWS, p->T - t), groups = groups_of(p->I);
+    const long rows = at_most(ROWS, p->T - t), groups = groups_of(p->I);
     for (long r = 0; r < rows; r++)
         for (long g = 0; g < groups; g++) {
             int32_t sum, *to = p->units + t * (p->I / UNIT) + g * (GROUP / UNIT) * rows + r;
             const float* from = x + (t + r) * p->I + g * GROUP;
-            p->scales[t * groups + g * rows + r] = group_to_units(from, smaller(GROUP, p->I - g * GROUP), to, rows, 0, &sum);
+            p->scales[t * groups + g * rows + r] = group_to_units(from, at_most(GROUP, p->I - g * GROUP), to, rows, 0, &sum);
             p->starts[t * groups + g * rows + r] = -SHIFT * sum;
         }
 }
@@ -210,7 +210,7 @@ inlined void tile(const int rows, const struct Product* p, long t, long o, const
 }
 
 inlined void some_rows(const struct Product* p, long t, long o, const char* next, long ahead) {
-    switch (smaller(ROWS, p->T - t)) {
+    switch (at_most(ROWS, p->T - t)) {
         case 1: return tile(1, p, t, o, next, ahead);
         case 2: return tile(2, p, t, o, next, ahead);
         case 3: return tile(3, p, t, o, next, ahead);
@@ -248,7 +248,7 @@ void product(const float* x, const char* packed, const float* bias, float* out, 
         for (long t = 0; t < T; t += ROWS) rows_to_units(&p, x, t);
         for (long first = 0; first < T; first += CHUNK) {
 #pragma omp for schedule(static) nowait
-            for (long o = 0; o < O; o += TILE) pass(&p, first, smaller(T, first + CHUNK), o);
+            for (long o = 0; o < O; o += TILE) pass(&p, first, at_most(T, first + CHUNK), o);
         }
     }
     free(room);

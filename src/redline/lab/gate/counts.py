@@ -26,7 +26,7 @@ class Counts:
     allocated_bytes: int
     """Bytes of all results that have storage of their own, even if it is freed at once."""
     flops: int
-    """Operations of products and attention, as torch counts them: those in C, of decode steps and of attention, are not among them."""
+    """Operations of products and attention, as torch counts them: without decode steps and attention in C."""
 
     def as_json(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}

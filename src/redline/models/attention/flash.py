@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from redline.models.layers.fused import ManualAttend
 
 _DROPOUT, _CAUSAL, _DEBUG_MASK = 0.0, True, False
-_HOPPER = 9
+_AMPERE, _HOPPER = 8, 9
 _MAX_ELEMENTS = 2**31
 """Elements of a tensor at the most, for kernels that count them in 32 bits."""
 
 
 def packed_attention(segments: Segments, device: torch.device) -> FlashPackedAttention | PackedAttention:
-    """The attention of one packed batch that suits the device."""
-    return FlashPackedAttention(segments, device) if device.type == "cuda" else PackedAttention(segments, device)
+    """The attention of one packed batch that suits the device. FlashAttention begins with Ampere."""
+    has_flash = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _AMPERE
+    return FlashPackedAttention(segments, device) if has_flash else PackedAttention(segments, device)
 
 
 class FlashPackedAttention:

@@ -10,6 +10,8 @@ import torch
 from support.tiny_engines import Model, ask, assert_same, make_model
 
 from redline.engine import NativeEngine
+from redline.engine.native.running import runner
+from redline.engine.native.sleep import OffloadedWeights
 from redline.errors import EngineError, EngineMemoryError
 from redline.types import Completion, Delta
 
@@ -88,3 +90,66 @@ def test_a_step_that_the_device_has_no_memory_for_fails_its_requests_and_the_eng
     monkeypatch.undo()
     assert_same(completions(events_of(engine)[second]), model.alone(ask(20, 6, seed=2)))
     assert engine.stats.kv_blocks_used == 0
+
+
+def test_the_first_bias_that_the_device_has_no_memory_for_fails_by_itself(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = model.engine()
+    assert engine._runner is not None
+    early = engine.submit(ask(7, 20, seed=5, n=2))
+    engine.step()
+    make, table = torch.zeros, (engine._runner.rows.dead_row + 1, engine.decoder.spec.vocab_size)
+
+    def zeros(*size: Any, **how: Any) -> torch.Tensor:
+        if size == (table,):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return make(*size, **how)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    biased, plain = ask(9, 6, seed=1, logit_bias={7: 3.0}), ask(21, 6, seed=3)
+    first, second = engine.submit(biased), engine.submit(plain)
+    found = events_of(engine)
+    [error] = found[first]
+    assert isinstance(error, EngineMemoryError)
+    assert_same(completions(found[second]), model.alone(plain))
+    assert_same(completions(found[early]), model.alone(ask(7, 20, seed=5, n=2)))
+    assert engine.stats.kv_blocks_used == 0
+    monkeypatch.undo()
+    assert_same(engine.generate([biased])[0], model.alone(biased))
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_blocks_are_looked_at_some_at_a_time(model: Model, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = model.engine()
+    assert engine._runner is not None
+    cache = engine._runner.cache.blocks
+    monkeypatch.setattr(runner, "SCRUBBED_BYTES", at_once * cache.nbytes // cache.shape[2])
+    cache.fill_(1)
+    cache[0, 0, 4].view(-1)[5] = float("nan")
+    cache[-1, 1, 7].view(-1)[0] = float("inf")
+    assert engine._runner.scrub([1, 2, 4, 5, 7, 8]) == [4, 7]
+    assert not cache[:, :, [4, 7]].any()
+    assert (cache[:, :, [1, 2, 3, 5, 6, 8]] == 1).all()
+    assert engine._runner.scrub([]) == engine._runner.scrub([4, 7]) == []
+
+
+def test_weights_that_find_no_memory_when_the_engine_wakes_are_not_lost(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = model.engine(), ask(9, 6, seed=1, n=2)
+    engine.sleep()
+    engine._offloaded = OffloadedWeights(engine.decoder)  # as on a GPU; a CPU's own memory has nowhere to go
+    restore = OffloadedWeights.restore
+    calls: list[int] = []
+
+    def short(self: OffloadedWeights) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            self._storages[0][0].resize_(self._storages[0][1])
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        restore(self)
+
+    monkeypatch.setattr(OffloadedWeights, "restore", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.wake()
+    engine.wake()
+    assert_same(engine.generate([asked])[0], model.alone(asked))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +18,8 @@ from redline.models.attention.packed import PackedAttention
 if not attention.is_there(torch.float32, 64):
     pytest.skip("no compiler here serves", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 HEADS = [(1, 1, 16), (6, 2, 64), (3, 3, 48), (8, 2, 128), (5, 1, 80)]
 LAYOUTS = {
     "one token": ([1], [-1]),
@@ -31,14 +32,6 @@ LAYOUTS = {
 }
 OFF = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
 """Of the largest number: rounded to bfloat16 once, where it is written; the backward pass reads rounded outputs."""
-
-
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def segments_of(name: str) -> Segments:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,15 +10,10 @@ from redline.engine.native.running import sampler
 from redline.engine.native.running.sampler import Sampled, SamplingRows, sample
 from redline.kernels.cpu.draws import draws
 
+if draws() is None:
+    pytest.skip("no compiler here, or torch computes with other threads", allow_module_level=True)
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    if draws() is None:
-        pytest.skip("no compiler here, or torch computes with other threads")
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def rows_of(count: int, seed: int) -> SamplingRows:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,16 +11,10 @@ from redline.kernels.cpu import logprobs
 if logprobs._functions(torch.float32) is None:
     pytest.skip("no compiler here serves", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 WIDTHS = (1, 3, 16, 511, 512, 513, 1500, 49_152)
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def drawn(rows: int, width: int, dtype: torch.dtype, spread: float) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +10,8 @@ import torch.nn.functional as F
 
 from redline.kernels.cpu.compiled import library
 from redline.kernels.cpu.matrix_products import SOURCE, MatrixProducts, matrix_products
+
+pytestmark = pytest.mark.usefixtures("threads")
 
 KINDS = {"own units": None, "emulated": ("-DEMULATED=1",), "emulated, 256 bits": ("-DEMULATED=1", "-mno-avx512f")}
 
@@ -29,14 +30,6 @@ def own(request: pytest.FixtureRequest) -> MatrixProducts:
     if compiled is None:
         pytest.skip("no compiler here, or torch computes with other threads")
     return MatrixProducts(compiled)
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int) -> torch.Tensor:

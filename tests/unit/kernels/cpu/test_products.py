@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +10,8 @@ import torch.nn.functional as F
 
 from redline.kernels.cpu.compiled import library
 from redline.kernels.cpu.products import SOURCE, Products, products
+
+pytestmark = pytest.mark.usefixtures("threads")
 
 VECTORS = {"widest": (), "256 bits": ("-mno-avx512f",), "128 bits": ("-mno-avx",)}
 """What a CPU may have; flags of the compiler that leave out the rest."""
@@ -24,14 +25,6 @@ def products_with(vectors: str) -> Products:
     compiled = library(SOURCE, *VECTORS[vectors])
     assert compiled is not None
     return Products(compiled)
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("vectors", VECTORS)

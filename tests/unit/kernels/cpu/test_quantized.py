@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from redline.config.processor import multiplies_in
 from redline.kernels.cpu.compiled import library
 from redline.kernels.cpu.quantized import SOURCE, WHOLE_BYTES, QuantizedProducts, quantized_products
 from redline.models.sizes.flops import quantized_bytes
+
+pytestmark = pytest.mark.usefixtures("threads")
 
 ERROR = {"int8": 1.5e-2, "int16": 4e-4}
 """Of a product of normal numbers, in units of its size."""
@@ -46,14 +47,6 @@ def packed(own: QuantizedProducts, weight_OI: Tensor) -> Tensor:
 
 def exactly(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x_TI.double(), weight_OI.double(), None if bias_O is None else bias_O.double())
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("quantization", "vectors"), KINDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import platform
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ from redline.kernels.cpu.steps import SOURCE, Steps, steps_for
 from redline.models.decoder import add_rms_norm
 from redline.models.layers.activation import silu_mul
 from redline.models.layers.rope import rotary_table, rotate
+
+pytestmark = pytest.mark.usefixtures("threads")
 
 EPS = 1e-6
 BLOCK = 16
@@ -29,14 +30,6 @@ def steps_of(dtype: torch.dtype, head_dim: int = 64, grouped: int = 1) -> Steps:
     if steps is None:
         pytest.skip("no compiler here, or torch computes with other threads")
     return steps
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:

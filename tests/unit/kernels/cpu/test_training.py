@@ -22,19 +22,13 @@ from redline.models.layers.rope import rotary_table, rotate
 if training._functions(torch.float32) is None:
     pytest.skip("no compiler here serves", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 EPS = 1e-5
 DTYPES = (torch.float32, torch.bfloat16)
 OFF = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 """Of the largest number: bfloat16 is rounded by 2**-9 of itself where a result is written, and forward between, too."""
 H, K, D = 3, 2, 64
-
-
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

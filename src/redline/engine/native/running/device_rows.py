@@ -72,10 +72,13 @@ class DeviceRows:
         self._integers.index_copy_(1, rows, self.upload(integers, torch.int64).T)
         self._floats.index_copy_(1, rows, self.upload(floats, torch.float32).T)
         self.stops_RS.index_copy_(0, rows, self.upload(stops, torch.int64))
-        for sequence in sequences:
-            self._set_bias(sequence)
         if self.replay is not None:
             self.replay.enter(sequences)
+
+    def set_biases(self, sequences: Sequence[Sequence_]) -> None:
+        """What new tenants ask for, before the first of their tokens is sampled. There may be no memory for the first one's table."""
+        for sequence in sequences:
+            self._set_bias(sequence)
 
     def _set_bias(self, sequence: Sequence_) -> None:
         sampling = sequence.request.sampling

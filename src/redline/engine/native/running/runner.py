@@ -25,6 +25,8 @@ from redline.models.lora.per_token import LoraBank
 
 PROMPT_LOGPROBS_CHUNK = 512
 """Prompt positions whose logits are held at once."""
+SCRUBBED_BYTES = 2**24
+"""Of blocks that are looked at at once: that takes some four times as many, and is asked for when there may be none."""
 
 
 @dataclass(slots=True)
@@ -355,10 +357,11 @@ class Runner:
         """Zero those of the blocks that hold NaN or infinity, which would reach their next holder; returns which."""
         if not blocks:
             return []
-        candidates = self.rows.upload(list(blocks), torch.int64)
-        finite = self.cache.blocks[:, :, candidates].isfinite().transpose(0, 2).flatten(1).all(dim=1)
-        spoilt = candidates[~finite]
-        self.cache.blocks[:, :, spoilt] = 0
+        candidates, cache = self.rows.upload(list(blocks), torch.int64), self.cache.blocks
+        at_once = max(1, SCRUBBED_BYTES * cache.shape[2] // cache.nbytes)
+        parts = (cache[:, :, part].isfinite().transpose(0, 2).flatten(1).all(dim=1) for part in candidates.split(at_once))
+        spoilt = candidates[~torch.cat(list(parts))]
+        cache[:, :, spoilt] = 0
         return spoilt.tolist()
 
 
