@@ -96,6 +96,10 @@ class EngineLostError(EngineError):
     """The process of an engine has ended, does not answer, or did not start."""
 
 
+class GroupsLateError(RedlineError):
+    """Every group takes longer than `buffer.group_timeout_s`."""
+
+
 class TrainingError(RedlineError):
     """A step produced numbers that must not be trained on."""
 

@@ -143,7 +143,8 @@ def assert_same_metrics(found: RunFolder, expected: RunFolder) -> None:
 
 
 def learned(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in without_times(row).items() if key.split("/")[0] in ("step", "trainer", "weight_sync")}
+    known = without_times(row).items()
+    return {key: value for key, value in known if key.split("/")[0] in ("step", "trainer", "weight_sync") or "reward" in key}
 
 
 def assert_same_trajectories(found: RunFolder, expected: RunFolder) -> None:

@@ -29,9 +29,13 @@ from redline.buffer.selection import choose
 from redline.buffer.store.group_store import GroupInfo, GroupStore
 from redline.buffer.store.stored_groups import StoredGroups, pack_stored
 from redline.config.sections.buffer import BufferConfig
+from redline.errors import GroupsLateError
 from redline.ports import RewardWorkers
 from redline.telemetry import span
 from redline.types import TrainBatch, TrajectoryGroup
+
+MAX_TIMED_OUT = 3
+"""Times as many groups as may be under way, all of which may time out with none coming in between."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,6 +102,8 @@ class GroupBuffer:
         self._controllers = Controllers(self.controller, WorkerController(workers.most if workers else 1))
         self._clock = clock
         self._waits = Waits(clock)
+        self._timed_out_in_a_row = 0
+        """Groups, since one came."""
         self._totals: Counter[str] = Counter()
         self._last_step: dict[str, float] = {}
         self.decision = Decision(self.controller.target, self.controller.target, "the beginning")
@@ -128,6 +134,8 @@ class GroupBuffer:
         return indices
 
     def offer(self, *groups: TrajectoryGroup) -> None:
+        if groups:
+            self._timed_out_in_a_row = 0
         new = [group for group in groups if self._is_new(group.index)]
         if new:
             with span("buffer.store"):
@@ -150,6 +158,13 @@ class GroupBuffer:
         self.cancel(overdue, OVERDUE)
         timed_out = self._timed_out()
         self.cancel(timed_out, TIMED_OUT)
+        self._timed_out_in_a_row += len(timed_out)
+        if timed_out and self._timed_out_in_a_row >= MAX_TIMED_OUT * self.controller.target:
+            raise GroupsLateError(
+                f"the last {self._timed_out_in_a_row} groups all took longer than buffer.group_timeout_s ="
+                f" {self._config.group_timeout_s:g}, and none came",
+                "give them more time, or find what holds them up: the environment, `score`, long answers",
+            )
         return [*overdue, *timed_out]
 
     @property

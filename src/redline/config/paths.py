@@ -49,7 +49,7 @@ def is_run_folder(path: Path) -> bool:
 def named_alike(path: Path) -> str:
     """`did you mean …?` with what lies where this file or folder would and has almost its name; empty where nothing does."""
     try:
-        names = [found.name for found in islice(path.parent.iterdir(), MOST_NAMES)]
+        names = [found.name for found in islice(path.parent.iterdir(), MOST_NAMES) if found.name != path.name]
     except OSError:
         return ""
     near = get_close_matches(path.name, names, n=1, cutoff=0.75)

@@ -199,6 +199,8 @@ def _check_model(path: str) -> None:
     elif path.endswith(".gguf"):
         if not os.path.isfile(local):
             raise ConfigError(f"model.path = {path!r}: no such file", named_alike(local) or "give the path of a .gguf file")
+    elif os.path.isfile(local):
+        raise ConfigError(f"model.path = {path!r}: a file, and no .gguf file", "give a Hugging Face folder, or a .gguf file")
     elif runs := runs_beside(local):  # nobody on the hub is called as a folder of runs is
         near = difflib.get_close_matches(local.name, runs, n=1) or runs[-1:]
         raise ConfigError(f"model.path = {path!r}: no such run", f"did you mean {local.parent / near[0]}?")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from redline.config import Config, Resolved
-from redline.errors import EngineLostError
+from redline.errors import EngineLostError, GroupsLateError
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
 from redline.launch.process import prepare_process, sparing_what_is_there
@@ -195,7 +195,7 @@ def _take_steps(config: Config, outputs: Outputs, stages: Stages, watch: RunWatc
             watch.begin()
             try:
                 stages.run(watch, config.run.steps, profiler.around(stages.trainer))
-            except EngineLostError:  # the trainer is not at fault, and has what no engine has
+            except (EngineLostError, GroupsLateError):  # the trainer is not at fault, and has what no engine has
                 watch.keep()
                 raise
     if not watch.is_complete:

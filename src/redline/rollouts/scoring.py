@@ -19,7 +19,15 @@ import numpy as np
 from redline.errors import boundary
 from redline.rollouts.advantages import advantages_of_sequences, places_of_attempts
 from redline.rollouts.play import GroupPlay, SampledAttempt
-from redline.rollouts.rewards.parts import REWARD_MODEL_PART, overlong_penalty, reward_parts, total_reward
+from redline.rollouts.rewards.parts import (
+    OVERLONG_PART,
+    REWARD_MODEL_PART,
+    finite,
+    overlong_penalty,
+    reward_parts,
+    total_reward,
+    with_part,
+)
 from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.user_code.failures import failure_of
 from redline.rollouts.user_code.jobs import Job
@@ -149,9 +157,9 @@ class Scoring:
             return trajectory
         if isinstance(score, Failure):
             return replace(trajectory, reward=0.0, failure=score)
-        parts = {**trajectory.reward_parts, REWARD_MODEL_PART: score}
-        reward = 0.0
+        parts, reward = dict(trajectory.reward_parts), 0.0
         with boundary() as caught:
+            parts = with_part(parts, REWARD_MODEL_PART, score, "rollouts.reward_model's")
             reward = total_reward(parts, self._config.reward_weights)
         failure = None if caught.error is None else failure_of("reward", caught.error, self._score)
         return replace(trajectory, reward=reward, reward_parts=parts, failure=failure)
@@ -170,8 +178,12 @@ class Scoring:
         if trajectory.failure is not None:
             return trajectory
         penalty = overlong_penalty(length, self._config.max_new_tokens, self._config.overlong_fraction)
-        parts = {**trajectory.reward_parts, "overlong": penalty}
-        return replace(trajectory, reward=trajectory.reward + penalty, reward_parts=parts)
+        parts, reward = dict(trajectory.reward_parts), 0.0
+        with boundary() as caught:
+            parts = with_part(parts, OVERLONG_PART, penalty, "rollouts.overlong_fraction's")
+            reward = finite("the reward", trajectory.reward + penalty)
+        failure = None if caught.error is None else failure_of("reward", caught.error, self._score)
+        return replace(trajectory, reward=reward, reward_parts=parts, failure=failure)
 
 
 class GatheredScores:

@@ -12,6 +12,7 @@ from redline.buffer.packing import pack
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.memory_store import MemoryStore
 from redline.config.sections.buffer import BufferConfig
+from redline.errors import GroupsLateError
 from redline.types import Failure, TrajectoryGroup, VersionSpan
 
 
@@ -120,6 +121,29 @@ def test_groups_that_take_too_long_are_given_up_though_the_trainer_stands_still(
     assert buffer.metrics["buffer/dropped_timed_out"] == 1
     assert buffer.patience_s == 3.0
     assert buffer.admit(1) == [3]
+
+
+def test_groups_that_all_take_too_long_end_the_run_and_one_that_comes_in_between_does_not() -> None:
+    clock = Clock()
+    buffer = GroupBuffer(BufferConfig(max_lag=1, depth=2, group_timeout_s=10), 1, MemoryStore(), clock=clock)
+
+    def wave() -> list[int]:
+        buffer.admit(0)
+        clock.now += 10
+        return buffer.cancel_late(0)
+
+    assert wave() == [0, 1]
+    assert wave() == [2, 3]
+    assert buffer.admit(0) == [4, 5]
+    buffer.offer(numbered(4, 0))
+    assert wave() == [5]
+    assert wave() == [6]
+    buffer.offer(numbered(5, 0))  # given up before, and yet: something comes
+    for index in range(7, 12):
+        assert wave() == [index]
+    with pytest.raises(GroupsLateError) as caught:
+        wave()
+    assert caught.value.message == "the last 6 groups all took longer than buffer.group_timeout_s = 10, and none came"
 
 
 def test_of_groups_that_come_together_only_those_that_are_still_wanted_are_kept() -> None:

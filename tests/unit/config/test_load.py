@@ -15,6 +15,7 @@ from redline.config import Config, load_recipe, resolve, validate
 from redline.config.changes import changes
 from redline.config.elsewhere import ELSEWHERE
 from redline.config.load import make_config, read_recorded
+from redline.config.paths import named_alike
 from redline.config.problems import locate
 from redline.config.processor import bfloat16_flags
 from redline.config.sections.tasks import FileTask, ImportTask
@@ -78,6 +79,29 @@ def test_on_and_off_are_words_where_a_key_has_such_values(tmp_path: Path) -> Non
 def test_true_is_no_whole_number(override: str, tmp_path: Path) -> None:
     key = override.partition("=")[0]
     assert refusal(tmp_path, "", override)[0] == f"recipe.yaml: {key} = 'true': must be a whole number"
+
+
+@pytest.mark.parametrize("override", ["temperature=1e-7", "temperature=0", "temperature=1e7", "evaluation.temperature=1e-30"])
+def test_a_temperature_that_no_engine_takes_is_refused_before_anything_is_loaded(override: str, tmp_path: Path) -> None:
+    assert f"rollouts.{override.partition('=')[0]} = " in refusal(tmp_path, "", f"rollouts.{override}")[0]
+
+
+def test_the_coldest_temperatures_are_taken(tmp_path: Path) -> None:
+    config = load(tmp_path, "", "rollouts.temperature=1e-6", "rollouts.evaluation.temperature=0")
+    assert (config.rollouts.temperature, config.rollouts.evaluation.temperature) == (1e-6, 0)
+
+
+def test_a_projection_gets_one_adapter(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "", "trainer.lora.rank=2", "trainer.lora.targets=[q_proj,q_proj]")[0]
+    assert "each projection can get one adapter" in message
+
+
+def test_a_file_is_no_model_and_is_not_what_was_meant_instead(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("")
+    with pytest.raises(ConfigError, match=r"r\.yaml': a file, and no \.gguf file"):
+        resolve(load(tmp_path, "", f"model.path={recipe}"))
+    assert named_alike(recipe) == ""
 
 
 def test_true_is_no_number_and_stays_itself_where_it_is_meant(tmp_path: Path) -> None:

@@ -599,6 +599,17 @@ def test_workers_take_turns_with_the_reward_model(engine: NativeEngine) -> None:
     assert {t.reward_parts["reward_model"] for group in groups.values() for t in group.trajectories} == {0.5}
 
 
+def test_a_task_s_own_part_is_not_taken_for_the_reward_model_s(engine: NativeEngine) -> None:
+    tasks = FakeTasks(lambda task, text: {"reward_model": 100.0})
+    rollouts = beside(engine, workers=1, judge=OneAtATime(), tasks=tasks)
+    rollouts.begin(range(1), 0)
+    [group] = all_of(rollouts, 1).values()
+    rollouts.close()
+    for attempt in group.trajectories:
+        assert attempt.failure is not None
+        assert "a part called reward_model, which is the name of rollouts.reward_model's" in attempt.failure.reason
+
+
 def test_the_device_is_idle_whenever_the_engine_changes_hands(engine: NativeEngine) -> None:
     """The thread and its borrowers launch on streams of their own, and nothing but this wait orders them."""
     steps_at_wait: list[int] = []

@@ -189,6 +189,18 @@ def test_a_reward_falls_with_the_last_tokens_an_attempt_may_have() -> None:
     assert [t.reward_parts["overlong"] for t in group.trajectories] == pytest.approx([r - 1 for r in rewards])
 
 
+def test_a_part_called_as_the_penalty_is_a_failure_and_no_reward() -> None:
+    tasks = FakeTasks(lambda task, text: {"overlong": 1.0} if text == "yes" else {"correct": 1.0})
+    keys = {"group_size": 3, "max_new_tokens": 64, "overlong_fraction": 0.5}
+    [group] = collect(make_rollouts(tasks, say("no", "yes", "no"), **keys), 1, version=0)
+    fine, bad, _ = group.trajectories
+    assert fine.failure is None
+    assert fine.reward_parts == {"correct": 1.0, "overlong": 0.0}
+    assert bad.failure is not None
+    assert "a part called overlong, which is the name of rollouts.overlong_fraction's" in bad.failure.reason
+    assert bad.reward == 0
+
+
 @pytest.mark.parametrize("advantages", ["group", "group_centred", "leave_one_out", "batch_baseline"])
 @pytest.mark.parametrize("correct", [0.0, 1.0])
 def test_a_penalty_for_length_alone_is_no_signal(advantages: str, correct: float) -> None:

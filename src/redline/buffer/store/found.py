@@ -13,6 +13,7 @@ from redline.buffer.store.columns import Mark, Rows
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import GroupRow
 from redline.buffer.store.stored_groups import Run
+from redline.types.numbers import in_float32
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,7 +32,7 @@ class FoundGroup:
         """For the index; `known` is what it has of the group already."""
         run, now = Run(self.batch, self.first, self.last), time.time()
         is_trained = self.mark >= 0
-        rewards = run.column("reward")[run.first_of_each_role & ~run.failed]
+        rewards = [in_float32(reward) for reward in run.column("reward")[run.first_of_each_role & ~run.failed]]
         num_rows, num_attempts = self.last - self.first, len(np.unique(run.column("attempt")))
         state = GroupState.TRAINED if is_trained else GroupState.DROPPED if self.mark == Mark.DROPPED else GroupState.READY
         return GroupRow(
@@ -42,7 +43,7 @@ class FoundGroup:
             reason="not known any more" if state is GroupState.DROPPED else None,
             oldest_version=int(run.column("oldest_version").min()),
             newest_version=int(run.column("newest_version").max()),
-            reward=float(rewards.mean()) if len(rewards) else None,
+            reward=sum(rewards) / len(rewards) if rewards else None,
             num_tokens=int(np.diff(run.offsets("token_ids")).sum()),
             num_attempts=num_attempts,
             num_sequences=None if num_rows == num_attempts else num_rows,

@@ -13,6 +13,7 @@ from redline.buffer.store.columns import SECONDS
 from redline.buffer.store.earlier import as_dicts
 from redline.buffer.store.stored_groups import Run
 from redline.types import Failure, FinishReason, ToolCall, Trajectory, TrajectoryGroup, Turn, VersionSpan
+from redline.types.numbers import in_float32
 
 
 def restored_group(run: Run) -> TrajectoryGroup:
@@ -36,8 +37,8 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         versions=VersionSpan(row["oldest_version"], row["newest_version"]),
         finish_reason=FinishReason(row["finish_reason"]),
         text=row["text"],
-        reward=row["reward"],
-        reward_parts={part["name"]: part["value"] for part in row["reward_parts"]},
+        reward=in_float32(row["reward"]),
+        reward_parts={part["name"]: in_float32(part["value"]) for part in row["reward_parts"]},
         failure=None if row["failure"] is None else Failure(stage, reason),
         turns=[_turn(turn, row["finish_reason"]) for turn in row["turns"]],
         attempt=row["attempt"],

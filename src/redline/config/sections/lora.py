@@ -28,6 +28,8 @@ class LoraConfig(Section):
     def _at_least_one(cls, targets: Any) -> Any:
         if not targets:
             raise ValueError("an adapter must be somewhere; name projections, or write all")
+        if isinstance(targets, list | tuple) and len(set(map(str, targets))) < len(targets):
+            raise ValueError("each projection can get one adapter; name it once")
         return get_args(Projection) if targets == "all" else targets
 
     @property

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from redline.config.section import Section
 from redline.config.sections.environment import EnvironmentConfig
 from redline.config.sections.tasks import TaskConfig
+
+HOTTEST, COLDEST = 1e6, 1e-6
+"""Beyond these temperatures, logits leave the range of float32."""
 
 AdvantageEstimator = Literal["group", "group_centred", "leave_one_out", "batch", "batch_baseline", "gae"]
 
@@ -19,13 +22,20 @@ class EvaluationConfig(Section):
     """Held-out tasks per evaluation, at most; 0 switches evaluation off."""
     samples_per_task: PositiveInt = 1
     """Attempts at each held-out task; their mean is reported."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=HOTTEST)
     """Temperature of attempts at held-out tasks; 0 is greedy."""
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates before the first step and after the last."""
     stop_at: float | None = None
     """End the run after the first evaluation whose mean reward is at least this; null takes all steps. It needs `every`. An
     evaluation of which more than 3% of the answers failed does not end a run: its mean is over the other answers alone."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _cold_or_greedy(cls, temperature: float) -> float:
+        if 0 < temperature < COLDEST:
+            raise ValueError(f"a temperature is 0 (greedy), or from {COLDEST:g} to {HOTTEST:g}")
+        return temperature
 
     @model_validator(mode="after")
     def _a_stop_needs_evaluations(self) -> EvaluationConfig:
@@ -57,7 +67,7 @@ class RolloutsConfig(Section):
     """Attempts per task; where the group is its own baseline, it takes two."""
     max_new_tokens: PositiveInt = 256
     """Most tokens per reply, the stop token included. An attempt is one reply, unless there is an environment."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=COLDEST, le=HOTTEST)
     """Temperature of the policy that is sampled and trained: the trainer's logprobs use the same."""
     system_prompt: str | None = None
     """First message of every conversation; null leaves it to the model's chat template."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from redline.config.sections.rollouts import COLDEST, HOTTEST
 from redline.errors import EngineError
 from redline.types import GenerateRequest, SamplingParams
 
-MAX_TEMPERATURE = 1e6
-"""Beyond it, or below its inverse, logits leave the range of float32."""
 MAX_BIAS = 1e30
 """Still a number after division by the lowest temperature."""
 
@@ -95,9 +94,9 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
         raise EngineError(
             f"n = {sampling.n} does not fit engine.max_num_seqs = {limits.max_num_seqs}", "raise engine.max_num_seqs"
         )
-    s, coldest = sampling, 1 / MAX_TEMPERATURE
+    s = sampling
     in_range = {
-        "temperature": s.temperature == 0 or coldest <= s.temperature <= MAX_TEMPERATURE,
+        "temperature": s.temperature == 0 or COLDEST <= s.temperature <= HOTTEST,
         "seed": -(2**63) <= s.seed < 2**63,
         "top_k": 0 <= s.top_k < 2**31,
         "top_p": 0 < s.top_p <= 1,
@@ -108,7 +107,7 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
     if all(in_range.values()):
         return
     allowed = {
-        "temperature": f"0, or between {coldest:g} and {MAX_TEMPERATURE:g}",
+        "temperature": f"0, or between {COLDEST:g} and {HOTTEST:g}",
         "seed": "a signed 64-bit integer",
         "top_k": "0 (all) or more",
         "top_p": "above 0 and at most 1",

@@ -7,6 +7,7 @@ from typing import Any
 
 from redline.errors import TaskError, shortened
 from redline.rollouts.rewards.parts import reward_parts, total_reward
+from redline.types.numbers import in_float32
 
 TRUNCATED_PART = "truncated"
 """1 in the reward of an attempt that a budget ended before its environment had a score."""
@@ -72,4 +73,4 @@ def _weighed(score: Any, weights: Mapping[str, float]) -> Scored:
 
 def truncated_score(weights: Mapping[str, float]) -> Scored:
     """That of an attempt that a budget ended before its environment had a score: 0, or the weight of its only part."""
-    return weights.get(TRUNCATED_PART, 0.0), {TRUNCATED_PART: 1.0}
+    return in_float32(weights.get(TRUNCATED_PART, 0.0)), {TRUNCATED_PART: 1.0}

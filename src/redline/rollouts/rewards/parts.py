@@ -12,6 +12,7 @@ import numpy as np
 from redline.errors import TaskError
 from redline.ports import TaskSource
 from redline.say_arguments import MAX_NAME
+from redline.types.numbers import in_float32
 
 Extract = Literal["last_number", "text", "answer_tag"]
 
@@ -28,6 +29,8 @@ REWARD_WORKERS = 8
 """Threads that may score at once where the task source says that they may, and the recipe says nothing."""
 REWARD_MODEL_PART = "reward_model"
 """What a reward model's score is called among the parts of a reward, and in `rollouts.reward_weights`."""
+OVERLONG_PART = "overlong"
+"""What the penalty of `rollouts.overlong_fraction` is called among them."""
 NUMBER_PART = "reward"
 """What a `score` that is one number is called among them."""
 MAX_PARTS = 64
@@ -96,15 +99,26 @@ def _part_name(name: object, what: str) -> str:
 def _part_value(name: object, value: Any, what: str) -> float:
     if not _is_number(value):
         raise TaskError(f"`{what}` returned {name} = {_shown(value)}; each part must be a number", EXPECTED.format(what))
-    return finite(f"reward part {name}", float(value), what)
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf if value > 0 else -math.inf
+    return finite(f"reward part {name}", number, what)
+
+
+def with_part(parts: Mapping[str, float], name: str, value: float, whose: str) -> dict[str, float]:
+    """The parts of a task's reward and one of ours. Raises TaskError where the task has one of that name."""
+    if name in parts:
+        raise TaskError(f"`score` returned a part called {name}, which is the name of {whose}", "call that part something else")
+    return {**parts, name: finite(f"reward part {name}", value)}
 
 
 def finite(what: str, value: float, function: str = "score") -> float:
-    """The value itself, where float32 can hold it."""
+    """The value as it is stored and trained on. Raises TaskError where float32 has no number for it."""
     if not abs(value) <= LARGEST:  # a NaN is not
         small = "" if math.isnan(value) or math.isinf(value) else f", too large for float32, which ends at {LARGEST:.3g}"
         raise TaskError(f"{what} = {value!r}: not a finite number{small}", f"make `{function}` return finite numbers")
-    return value
+    return in_float32(value)
 
 
 def _is_number(value: object) -> bool:

@@ -22,12 +22,14 @@ from support.stored_groups import SIGNAL, attempts, filled, make_resumable, num_
 from redline.buffer.buffer import GroupBuffer
 from redline.buffer.packing import pack
 from redline.buffer.store.columns import Rows, group_nodes
+from redline.buffer.store.found import found_groups
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import GroupIndex, GroupRow
 from redline.buffer.store.segments import read_segment
 from redline.buffer.store.stored_groups import pack_stored
 from redline.buffer.store.trajectory_store import UNDECIDED, TrajectoryStore, _as_of
 from redline.config.sections.buffer import BufferConfig
+from redline.rollouts.rewards.parts import reward_parts, total_reward
 from redline.types import Failure, TrajectoryGroup, VersionSpan
 
 SMALL = 4000
@@ -329,6 +331,23 @@ def test_a_new_segment_never_has_the_name_of_one_that_was_deleted(tmp_path: Path
 
 
 # ── what came before ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rewards_come_back_as_they_went(tmp_path: Path) -> None:
+    """In 32 bits, and to the bit: rows of a resumed run are those of one that was never stopped."""
+    parts = [reward_parts({"a": 0.1, "b": 1 / 3 + number}) for number in range(3)]
+    rated = [
+        replace(one, reward=total_reward(own, {"b": 0.7}), reward_parts=own) for one, own in zip(attempts(), parts, strict=True)
+    ]
+    group = TrajectoryGroup("sums/1", rated, np.array([0.5, -0.5, 0], dtype=np.float32), index=0)
+    store = TrajectoryStore(tmp_path)
+    store.begin([0], 0)
+    store.add(group)
+    store.close()
+    [found] = TrajectoryStore(tmp_path).arrived_after(0)
+    assert [(t.reward, t.reward_parts) for t in found.trajectories] == [(t.reward, t.reward_parts) for t in rated]
+    [repaired] = found_groups(read(tmp_path).to_batches()[0])
+    assert repaired.row(segment=0).reward == found.reward == group.reward
 
 
 def test_groups_of_an_earlier_process_come_back_as_they_came(tmp_path: Path) -> None:

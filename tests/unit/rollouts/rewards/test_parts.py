@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from support.fakes import FakeTasks
 
 from redline.errors import TaskError
-from redline.rollouts.rewards.parts import extract_answer, max_reward_workers, overlong_penalty, reward_parts, total_reward
+from redline.rollouts.rewards.parts import (
+    OVERLONG_PART,
+    extract_answer,
+    max_reward_workers,
+    overlong_penalty,
+    reward_parts,
+    total_reward,
+    with_part,
+)
+from redline.types.numbers import in_float32
 
 
 @pytest.mark.parametrize(
@@ -103,6 +112,25 @@ def test_a_reward_without_parts_is_refused_with_what_to_return() -> None:
 def test_a_reward_that_is_no_finite_number_is_refused(value: float) -> None:
     with pytest.raises(TaskError, match=r"(?s)reward part correct = .*: not a finite number.*hint: make `score` return finite"):
         reward_parts({"format": 1.0, "correct": value})
+
+
+def test_a_part_that_has_too_many_digits_for_float32_is_refused() -> None:
+    with pytest.raises(TaskError, match="reward part a = inf: not a finite number"):
+        reward_parts({"a": 10**400})
+
+
+def test_rewards_are_what_the_store_gives_back() -> None:
+    parts = reward_parts({"tenth": 0.1, "third": 1 / 3, "array": np.array([1 / 3])})
+    assert parts == {"tenth": 0.1, "third": 0.33333334, "array": 0.33333334}
+    assert parts == {name: in_float32(float(np.float32(value))) for name, value in parts.items()}
+    total = total_reward(parts, {"third": 0.7})
+    assert total == in_float32(float(np.float32(total)))
+
+
+def test_a_part_of_ours_takes_no_name_that_the_task_has_given() -> None:
+    assert with_part({"a": 1.0}, OVERLONG_PART, -0.5, "whose") == {"a": 1.0, "overlong": -0.5}
+    with pytest.raises(TaskError, match="`score` returned a part called overlong, which is the name of x"):
+        with_part({"overlong": 1.0}, OVERLONG_PART, -0.5, "x")
 
 
 def test_the_parts_of_a_reward_become_plain_floats() -> None:

@@ -76,7 +76,7 @@ class DeviceRows:
             self.replay.enter(sequences)
 
     def set_biases(self, sequences: Sequence[Sequence_]) -> None:
-        """What new tenants ask for, before the first of their tokens is sampled. There may be no memory for the first one's table."""
+        """What new tenants ask for, before their first token is sampled. For the table of the first there may be no memory."""
         for sequence in sequences:
             self._set_bias(sequence)
 
