@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
-_SUCCESS = 0
+_SUCCESS, _OUT_OF_MEMORY = 0, 2
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _BEGINS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_TYPES = {torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # of CUtensorMapDataType; 8 bits of any kind are its UINT8
@@ -143,7 +143,8 @@ def _check(status: int) -> None:
     if status != _SUCCESS:
         said = c_char_p()
         _driver().cuGetErrorString(status, byref(said))
-        raise RuntimeError(f"CUDA: {(said.value or b'unknown error').decode()}")
+        kind = torch.OutOfMemoryError if status == _OUT_OF_MEMORY else RuntimeError
+        raise kind(f"CUDA: {(said.value or b'unknown error').decode()}")
 
 
 @cache
