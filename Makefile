@@ -7,7 +7,7 @@ DEMO_READY := .venv/.demo-ready
 TEST_READY := .venv/.test-ready
 DEMO_MODEL := .venv/.demo-model
 # A file's tests share what they have set up, so each process gets a run of them; one that is through takes from another, so that
-# no core waits at the end. The slow tests measure, and run one after the other.
+# no core waits at the end. Tests that measure run alone.
 ON_EVERY_CORE := -n logical --maxprocesses 8 --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile -c constraints.txt
 SAY := @printf '%s\n' >&2
@@ -31,7 +31,9 @@ test: check ## the static checks and every quick test
 
 test-all: check ## the static checks and every test that needs no GPU
 	$(SAY) "test: all tests that need no GPU"
-	@$(BIN)/pytest -q -m "not gpu" --hypothesis-profile thorough
+	@$(BIN)/pytest -q -m "not gpu and not alone" --hypothesis-profile thorough $(ON_EVERY_CORE)
+	$(SAY) "test: those that measure, alone"
+	@$(BIN)/pytest -q -m "alone and not gpu" --hypothesis-profile thorough
 
 check: $(TEST_READY) ## lint, format, types and import contracts
 	$(SAY) "check: lint, format, types, import contracts"

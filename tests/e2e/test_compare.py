@@ -87,6 +87,7 @@ def assert_noise_explains_it(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.usefixtures("users_cache")
 def test_a_planted_slowdown_of_three_percent_is_found(tmp_path: Path) -> None:
     document = compared(planted(tmp_path, 0.03))
@@ -98,6 +99,7 @@ def test_a_planted_slowdown_of_three_percent_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.usefixtures("users_cache")
 def test_a_change_of_nothing_is_no_difference(tmp_path: Path) -> None:
     document = compared(planted(tmp_path, 0))
@@ -125,6 +127,7 @@ def test_a_comparison_of_recipes_without_time_measures_nothing_and_says_so(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_steps_of_a_run_are_compared_with_their_guards(tmp_path: Path) -> None:
     """With rollouts ahead of the trainer on one side: the step is the same work, and memory, reward and KL are watched."""
     recipe = write_letters(tmp_path, rollouts={"evaluation": {"num_tasks": 0}})

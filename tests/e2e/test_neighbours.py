@@ -35,7 +35,7 @@ STALL_S = 0.25
 """No gap is longer, unless the quiet ones are: a single long one hides from the 99th percentile."""
 PAIRS = 4
 
-pytestmark = pytest.mark.slow  # it is about time alone
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # it is about time
 
 
 def body(**fields: Any) -> bytes:

@@ -322,6 +322,7 @@ def test_a_run_that_never_moved_its_weights_says_so_and_why_also_once_it_was_res
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_smoke_recipe_takes_about_half_a_minute(tmp_path: Path) -> None:
     document: dict[str, Any] = json.loads(succeed("train", ROOT / "recipes" / "smoke.yaml", "--json", cwd=tmp_path))
     assert document["finished"]

@@ -19,7 +19,7 @@ from redline.lab.tune.bench import ProcessBench
 from redline.lab.tune.space import name_of, overrides_of
 from redline.lab.tune.trials import METRIC
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(3600)]
 
 SMOKE = ROOT / "recipes" / "smoke.yaml"
 WORK = ("run.device=cpu", "rollouts.max_new_tokens=32")

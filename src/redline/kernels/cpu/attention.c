@@ -1,9 +1,9 @@
 // Causal attention over packed segments on a CPU, forward and backward. `attention.py` says for what, and calls it.
 //
-// A family is a segment that continues none, and those that continue it. One task is a head of a family: keys of the first
-// segment are laid out once for all of it, and what flows back to them is summed in the order of the segments, so that sums are
-// the same whoever computes them. Queries go through it some at a time, before all keys that they see; scores stay in a cache,
-// and are computed again in the backward pass.
+// A family is a segment that continues none, and those that continue it. A task is a head of keys in one family, with all query
+// heads that read it; where families are few, with one of them. Keys of the first segment are laid out once for all of it, and what
+// flows back to them is summed in the order of the segments, so that sums are the same whoever computes them. Queries go through
+// it some at a time, before all keys that they see; scores stay in a cache, and are computed again in the backward pass.
 //
 // All arithmetic is float32. Heads are multiples of 16 numbers long.
 

@@ -24,6 +24,7 @@ RUN = ArmRun(1.0, 0.8, 10, 100, 500, 200, 4.0, 0.5, 6, 0)
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_each_thing_that_is_off_costs_what_it_saves_and_changes_nothing_that_is_sampled() -> None:
     settings = make_settings("rollout", ["environment=single-turn", "model=builtin:tiny", *COMMON])
     said = io.StringIO()
