@@ -34,8 +34,8 @@ from redline.ports import RewardWorkers
 from redline.telemetry import span
 from redline.types import TrainBatch, TrajectoryGroup
 
-MAX_TIMED_OUT = 3
-"""Times as many groups as may be under way, all of which may time out with none coming in between."""
+MAX_TIMED_OUT = 16
+"""Groups of which all may time out with none coming in between, and at least three times as many as may be under way."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -159,7 +159,7 @@ class GroupBuffer:
         timed_out = self._timed_out()
         self.cancel(timed_out, TIMED_OUT)
         self._timed_out_in_a_row += len(timed_out)
-        if timed_out and self._timed_out_in_a_row >= MAX_TIMED_OUT * self.controller.target:
+        if timed_out and self._timed_out_in_a_row >= max(MAX_TIMED_OUT, 3 * self.controller.target):
             raise GroupsLateError(
                 f"the last {self._timed_out_in_a_row} groups all took longer than buffer.group_timeout_s ="
                 f" {self._config.group_timeout_s:g}, and none came",

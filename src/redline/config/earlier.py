@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from redline.config.sections.rollouts import COLDEST, HOTTEST
+
 Values = dict[str, Any]
 
 
@@ -150,6 +152,11 @@ def as_of_now(recorded: Mapping[str, Any]) -> Values:
     was_there, kind = _take(values, "rollouts.task.kind")
     if was_there:
         _put(values, "rollouts.task.kind", EARLIER_TASK_KINDS.get(kind, kind) if isinstance(kind, str) else kind)
+    for key in ("rollouts.temperature", "rollouts.evaluation.temperature"):  # engines of others took what ours never did
+        was_there, degrees = _take(values, key)
+        if was_there:
+            is_number = isinstance(degrees, int | float) and degrees > 0
+            _put(values, key, min(max(degrees, COLDEST), HOTTEST) if is_number else degrees)
     for section in {key.partition(".")[0] for key in EARLIER}:
         if values.get(section) == {}:
             del values[section]

@@ -108,3 +108,13 @@ def test_the_values_that_were_given_are_not_changed() -> None:
     recorded = json.loads((RECORDED / "everything.json").read_text())
     as_of_now(recorded)
     assert recorded == json.loads((RECORDED / "everything.json").read_text())
+
+
+def test_what_recipes_may_no_longer_say_is_still_read_where_a_run_has_said_it() -> None:
+    recorded = recipe_with("rollouts.temperature", 1e-7)
+    recorded["rollouts"]["evaluation"] = {"temperature": 2e6}
+    recorded["trainer"] = {"lora": {"rank": 2, "targets": ["q_proj", "q_proj"]}}
+    config = validate(as_of_now(recorded))
+    assert (config.rollouts.temperature, config.rollouts.evaluation.temperature) == (1e-6, 1e6)
+    assert config.trainer.lora.targets == ("q_proj",)
+    assert validate(as_of_now(recipe_with("rollouts.evaluation.temperature", 0))).rollouts.evaluation.temperature == 0

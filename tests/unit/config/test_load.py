@@ -91,9 +91,9 @@ def test_the_coldest_temperatures_are_taken(tmp_path: Path) -> None:
     assert (config.rollouts.temperature, config.rollouts.evaluation.temperature) == (1e-6, 0)
 
 
-def test_a_projection_gets_one_adapter(tmp_path: Path) -> None:
-    message = refusal(tmp_path, "", "trainer.lora.rank=2", "trainer.lora.targets=[q_proj,q_proj]")[0]
-    assert "each projection can get one adapter" in message
+def test_a_projection_that_is_named_twice_gets_one_adapter(tmp_path: Path) -> None:
+    config = load(tmp_path, "", "trainer.lora.rank=2", "trainer.lora.targets=[q_proj,v_proj,q_proj]")
+    assert config.trainer.lora.targets == ("q_proj", "v_proj")
 
 
 def test_a_file_is_no_model_and_is_not_what_was_meant_instead(tmp_path: Path) -> None:

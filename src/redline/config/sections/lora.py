@@ -25,12 +25,12 @@ class LoraConfig(Section):
 
     @field_validator("targets", mode="before")
     @classmethod
-    def _at_least_one(cls, targets: Any) -> Any:
+    def _at_least_one_and_each_once(cls, targets: Any) -> Any:
         if not targets:
             raise ValueError("an adapter must be somewhere; name projections, or write all")
-        if isinstance(targets, list | tuple) and len(set(map(str, targets))) < len(targets):
-            raise ValueError("each projection can get one adapter; name it once")
-        return get_args(Projection) if targets == "all" else targets
+        if targets == "all":
+            return get_args(Projection)
+        return tuple(dict.fromkeys(map(str, targets))) if isinstance(targets, list | tuple) else targets
 
     @property
     def scale(self) -> float:

@@ -375,7 +375,8 @@ class NativeEngine:
         offloaded = self._offloaded
         if offloaded is not None:
             offloaded.restore()
-        self._runner, self._offloaded = self._make_runner(), None
+            self._offloaded = None
+        self._runner = self._make_runner()
         moved = self._copied_bytes + (offloaded.bytes if offloaded else 0)
         return MemoryMoved(self._runner.cache.bytes, moved, watch.seconds)
 

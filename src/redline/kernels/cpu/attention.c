@@ -137,10 +137,6 @@ static void out_of_rows(scalar* to, long to_row, const float* from, long rows, l
     for (long r = 0; r < rows; r++) EACH(d, D) store(to + r * to_row + d, *(const vec*)(from + r * D + d));
 }
 
-static void fetch(const scalar* row, long numbers) {
-    for (long i = 0; i < numbers; i += 64 / sizeof(scalar)) __builtin_prefetch(row + i, 0, 2);
-}
-
 static void in_columns(float* to, long pitch, const scalar* from, long from_row, long rows, long D) {
     for (long r = 0; r < pitch; r += SIDE)
         for (long d = 0; d < D; d += SIDE) {
@@ -161,8 +157,13 @@ static void hide(float* row, const Keys* before, long seen, long end, float hidd
     for (long i = before->pitch + seen; i < end; i++) row[i] = hidden;
 }
 
-// e to the scores less the largest; what they sum to; and the logarithm of what e to the scores themselves sums to.
-static float exponentials(float* row, long size, float* log_sum) {
+// The largest score of a row, and what e to the scores less it sums to.
+typedef struct {
+    float largest, sum;
+} Softmax;
+
+// Scores to e to them less the largest.
+static Softmax exponentials(float* row, long size) {
     vec most = all(-INFINITY), sums = {};
     EACH(i, size) most = larger(*(vec*)(row + i), most);
     const float largest = largest_of(most);
@@ -170,27 +171,27 @@ static float exponentials(float* row, long size, float* log_sum) {
         const vec e = exponential(*(vec*)(row + i) - largest);
         *(vec*)(row + i) = e, sums += e;
     }
-    const float sum = sum_of(sums);
-    *log_sum = largest + logf(sum);
-    return sum;
+    return (Softmax){largest, sum_of(sums)};
 }
 
 // Scores to probabilities, and gradients of probabilities to gradients of scores.
-static void backwards(float* scores, float* slopes, long size, float log_sum, float mean) {
+static void backwards(float* scores, float* slopes, long size, Softmax softmax) {
+    vec dots = {};
     EACH(i, size) {
-        const vec p = exponential(*(vec*)(scores + i) - log_sum);
-        *(vec*)(scores + i) = p;
-        *(vec*)(slopes + i) = p * (*(vec*)(slopes + i) - mean);
+        const vec p = exponential(*(vec*)(scores + i) - softmax.largest) / softmax.sum;
+        *(vec*)(scores + i) = p, dots += p * *(vec*)(slopes + i);
     }
+    const float mean = sum_of(dots);
+    EACH(i, size) *(vec*)(slopes + i) = *(vec*)(scores + i) * (*(vec*)(slopes + i) - mean);
 }
 
 // ── a segment ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 typedef struct {
     const scalar *q, *k, *v;
-    const scalar *out, *grad_out;  // of the backward pass
-    scalar* to;                    // forward what comes out, backward the gradient of queries
-    float* log_sums;               // [H, T]
+    const scalar* grad_out;  // null forward
+    scalar* to;              // forward what comes out, backward the gradient of queries
+    Softmax* rows;           // [H, T]
     scalar *grad_k, *grad_v;
     float* parts;  // [2, K * P, T, D]: of both, by the P tasks that a head of keys is shared out to; null where it is one
     long T, H, K, D, P;
@@ -227,21 +228,19 @@ static void attend(const Call* call, const Keys* before, const Keys* own, const 
     const Matrix q = by_rows(block->q, D), scores = by_rows(block->scores, pitch), own_scores = by_rows(block->scores + earlier, pitch);
     for (long first = 0; first < own->length; first += QUERIES) {
         const long rows = at_most(QUERIES, own->length - first), seen = first + rows, at = (start + first) * row + h * D;
-        float* log_sums = call->log_sums + h * call->T + start + first;
+        Softmax* softmax = call->rows + h * call->T + start + first;
         in_rows(block->q, call->q + at, row, rows, D, 1 / sqrtf(D));
         multiply(scores.at, pitch, q, before->k_columns, earlier, rows, D, earlier, 0, ALL, 0);
         multiply(own_scores.at, pitch, q, own->k_columns, own->pitch, rows, D, padded(seen), 0, TO_COLUMN, first);
-        float sums[QUERIES];
         for (long r = 0; r < rows; r++) {
             const long end = earlier + padded(at_most(first + r + ROWS, seen));
             hide(block->scores + r * pitch, before, first + r + 1, end, -INFINITY);
-            sums[r] = exponentials(block->scores + r * pitch, end, log_sums + r);
-            fetch(call->q + at + (QUERIES + r) * row, first + QUERIES + r < own->length ? D : 0);
+            softmax[r] = exponentials(block->scores + r * pitch, end);
         }
         multiply(block->result, D, scores, before->rows, D, rows, before->length, D, 0, ALL, 0);
         multiply(block->result, D, own_scores, own->rows, D, rows, seen, D, 1, TO_TERM, first);
         for (long r = 0; r < rows; r++)
-            EACH(d, D) store(call->to + at + r * row + d, *(vec*)(block->result + r * D + d) * (1 / sums[r]));
+            EACH(d, D) store(call->to + at + r * row + d, *(vec*)(block->result + r * D + d) * (1 / softmax[r].sum));
     }
 }
 
@@ -252,7 +251,7 @@ static void attend_backwards(const Call* call, const Keys* before, const Keys* o
     float *scores = block->scores, *slopes = block->slopes;
     for (long first = 0; first < own->length; first += QUERIES) {
         const long rows = at_most(QUERIES, own->length - first), seen = first + rows, at = (start + first) * row + h * D;
-        const float* log_sums = call->log_sums + h * call->T + start + first;
+        const Softmax* softmax = call->rows + h * call->T + start + first;
         in_rows(block->q, call->q + at, row, rows, D, scale);
         in_rows(block->grad, call->grad_out + at, row, rows, D, 1);
         multiply(scores, pitch, q, before->k_columns, earlier, rows, D, earlier, 0, ALL, 0);
@@ -261,11 +260,9 @@ static void attend_backwards(const Call* call, const Keys* before, const Keys* o
         multiply(slopes + earlier, pitch, grad, own->v_columns, own->pitch, rows, D, padded(seen), 0, TO_COLUMN, first);
         for (long r = 0; r < rows; r++) {
             const long end = earlier + padded(at_most(first + r + ROWS, seen));
-            vec dots = {};
-            EACH(d, D) dots += *(vec*)(block->grad + r * D + d) * load(call->out + at + r * row + d);
             hide(scores + r * pitch, before, first + r + 1, end, -INFINITY);
             hide(slopes + r * pitch, before, first + r + 1, end, 0);
-            backwards(scores + r * pitch, slopes + r * pitch, end, log_sums[r], sum_of(dots));
+            backwards(scores + r * pitch, slopes + r * pitch, end, softmax[r]);
         }
         const Matrix scores_by_key = by_columns(scores, pitch), slopes_by_key = by_columns(slopes, pitch);
         const Matrix own_scores = by_columns(scores + earlier, pitch), own_slopes = by_columns(slopes + earlier, pitch);
@@ -317,19 +314,19 @@ static void all_families(const Call* call, const Plan* plan, int threads) {
 }
 
 void attention(
-    const scalar* q, const scalar* k, const scalar* v, scalar* out, float* log_sums, const long (*segments)[2],
+    const scalar* q, const scalar* k, const scalar* v, scalar* out, Softmax* rows, const long (*segments)[2],
     const long* families, float* desks, long T, long H, long K, long D, long P, long count, long longest_first,
     long longest_next, int threads) {
-    const Call call = {.q = q, .k = k, .v = v, .to = out, .log_sums = log_sums, .T = T, .H = H, .K = K, .D = D, .P = P};
+    const Call call = {.q = q, .k = k, .v = v, .to = out, .rows = rows, .T = T, .H = H, .K = K, .D = D, .P = P};
     const Plan plan = {segments, families, count, longest_first, longest_next, desks};
     all_families(&call, &plan, threads);
 }
 
 void attention_backward(
-    const scalar* q, const scalar* k, const scalar* v, const scalar* out, const scalar* grad_out, scalar* grad_q,
-    scalar* grad_k, scalar* grad_v, float* log_sums, float* parts, const long (*segments)[2], const long* families,
+    const scalar* q, const scalar* k, const scalar* v, const scalar* grad_out, scalar* grad_q, scalar* grad_k,
+    scalar* grad_v, Softmax* rows, float* parts, const long (*segments)[2], const long* families,
     float* desks, long T, long H, long K, long D, long P, long count, long longest_first, long longest_next, int threads) {
-    const Call call = {q, k, v, out, grad_out, grad_q, log_sums, grad_k, grad_v, parts, T, H, K, D, P};
+    const Call call = {q, k, v, grad_out, grad_q, rows, grad_k, grad_v, parts, T, H, K, D, P};
     const Plan plan = {segments, families, count, longest_first, longest_next, desks};
     all_families(&call, &plan, threads);
     if (P == 1) return;

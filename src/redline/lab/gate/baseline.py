@@ -126,7 +126,7 @@ def _check(figure: Figure, before: Figure | None, then: Mapping[str, Any], now: 
     else:
         same = then.get("libraries") == now.get("libraries")
         allowed, comparable = TOLERANCES[figure.kind] + figure.is_sampled * SAMPLED + (not same) * OTHER_VERSIONS, True
-    if then.get("in_c", False) != now.get("in_c", False):  # torch counts nothing of it: with and without are two things
+    if then.get("in_c") != now.get("in_c"):  # torch counts nothing of what is C: with and without are two things
         comparable = False
     if before is None or not comparable:
         return Check(figure, before, "not comparable", allowed)

@@ -2,7 +2,7 @@
 
 0    nothing is worse
 1    something is
-2    there is no baseline to hold it against
+2    there is no baseline to hold it against, or none that can be
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        if self.baseline is None:
+        comparable = [check for check in self.checks if check.state != "not comparable"]
+        if self.baseline is None or (self.checks and not comparable):
             return 2
         return 1 if any(check.state == "worse" for check in self.checks) else 0
 

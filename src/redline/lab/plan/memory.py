@@ -173,7 +173,7 @@ def _training_of(setup: Setup, tokens: int, stage: int, layers: int) -> dict[str
         activations += round(FLOAT32 * setup.scores_per_token(tokens) * tokens)  # the mask, once for all layers
     kept, passing = kept_logits(setup, round(tokens * trained_share(setup))) if has_head else (0, 0)
     at_head = kept + passing + tokens * size * shape.hidden_size if has_head else 0
-    at_layer = tokens * (each.again(kind) + each.backward)
+    at_layer = tokens * (each.again(kind) + each.backward) + setup.attention_room
     terms = {"gradients": policy_bytes(setup).gradients, "activations": activations} | (
         {"logits": at_head} if at_head > at_layer else {"layer at work": at_layer}
     )

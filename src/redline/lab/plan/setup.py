@@ -184,6 +184,14 @@ class Setup:
             return False
         return bool(self.model.shape.windows) or not attention.is_there(self.dtype, self.model.shape.head_dim)
 
+    @property
+    def attention_room(self) -> int:
+        """Bytes that attention works in where it is C."""
+        if self.device.is_gpu or self.pads_attention:
+            return 0
+        lengths = (self.work.prompt_tokens, self.work.max_new_tokens) if self.shares_prompts else (self.longest, 0)
+        return attention.room_bytes(self.dtype, *lengths, self.model.shape.head_dim, self.config.run.num_threads or 1)
+
     def scores_per_token(self, tokens: int) -> float:
         """Attention scores that a token of a micro-batch keeps in a layer: on the CPU, where they are written out."""
         if not self.pads_attention:

@@ -30,7 +30,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         sees_all = limits.softcap is None and (limits.window is None or limits.window >= self._longest)
-        if sees_all and self._families.serves(q_THD, k_TKD):
+        if sees_all and self._families.serves(q_THD, k_TKD, v_TKD):
             return self._families.attend(q_THD, k_TKD, v_TKD)
         self._padded = self._padded or PaddedAttention(self._segments, self._device)
         return self._padded.attend(q_THD, k_TKD, v_TKD, limits)

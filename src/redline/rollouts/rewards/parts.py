@@ -7,12 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
-
 from redline.errors import TaskError
 from redline.ports import TaskSource
 from redline.say_arguments import MAX_NAME
-from redline.types.numbers import in_float32
+from redline.types.numbers import LARGEST, in_float32
 
 Extract = Literal["last_number", "text", "answer_tag"]
 
@@ -35,7 +33,6 @@ NUMBER_PART = "reward"
 """What a `score` that is one number is called among them."""
 MAX_PARTS = 64
 """Named parts of one reward: each is a metric."""
-LARGEST = float(np.finfo(np.float32).max)
 EXPECTED = 'end `{}` with `return 1.0`, or with `return {{"correct": 1.0, "format": 0.5}}`'
 """`{}` is the function that returned something else."""
 

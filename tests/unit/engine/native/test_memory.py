@@ -153,3 +153,19 @@ def test_weights_that_find_no_memory_when_the_engine_wakes_are_not_lost(model: M
         engine.wake()
     engine.wake()
     assert_same(engine.generate([asked])[0], model.alone(asked))
+
+
+def test_weights_that_came_between_two_tries_to_wake_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = model.engine()
+    engine.sleep()
+    engine._offloaded = OffloadedWeights(engine.decoder)
+    make = engine._make_runner
+    monkeypatch.setattr(engine, "_make_runner", ShortOfMemory(make, lambda: True))
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.wake()
+    weight = next(engine.decoder.parameters())
+    with torch.no_grad():
+        weight.fill_(0.25)
+    monkeypatch.undo()
+    engine.wake()
+    assert (weight == 0.25).all()

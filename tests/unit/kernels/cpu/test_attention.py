@@ -142,6 +142,34 @@ def test_a_window_that_hides_nothing_is_none_and_others_are_torchs() -> None:
     assert attend._padded is not None
 
 
+def test_values_of_another_type_are_torchs() -> None:
+    segments = segments_of("one")
+    q, k, v, _ = drawn(segments, (1, 1, 16), torch.float32)
+    assert Families(segments).serves(q, k, v)
+    assert not Families(segments).serves(q, k, v.bfloat16())
+    assert not Families(segments).serves(q.double(), k.double(), v.double())
+    assert not Families(segments).serves(q[..., :8], k[..., :8], v[..., :8])
+
+
+def test_large_scores_and_rounded_outputs_leave_the_gradients_exact() -> None:
+    """Scores of 10,000, of which the last bit is a thousandth; and outputs in bfloat16, of which the gradients are not made."""
+    segments = segments_of("prompts")
+    for dtype, scale in ((torch.float32, 3000.0), (torch.bfloat16, 30.0)):
+        given = drawn(segments, (6, 2, 64), dtype, scale)
+        found = all_of(Families(segments).attend, *given)[1]
+        expected = all_of(lambda *leaves: on_its_own(segments, *leaves), *(each.double() for each in given))[1]
+        assert float((found.double() - expected).abs().max()) < 2**-8 * max(0.1, float(expected.abs().max()))
+
+
+def test_it_computes_on_the_cpu_whatever_the_default_device_is() -> None:
+    segments = segments_of("prompts")
+    given = drawn(segments, (6, 2, 64), torch.float32)
+    expected = all_of(Families(segments).attend, *given)
+    with torch.device("meta"):
+        found = all_of(Families(segments).attend, *given)
+    assert all(torch.equal(ours, right) for ours, right in zip(found, expected, strict=True))
+
+
 def test_there_are_no_second_derivatives() -> None:
     segments = segments_of("one")
     q, k, v, grad = drawn(segments, (1, 1, 16), torch.float32)

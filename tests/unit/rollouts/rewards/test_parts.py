@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +118,16 @@ def test_a_reward_that_is_no_finite_number_is_refused(value: float) -> None:
 def test_a_part_that_has_too_many_digits_for_float32_is_refused() -> None:
     with pytest.raises(TaskError, match="reward part a = inf: not a finite number"):
         reward_parts({"a": 10**400})
+
+
+def test_the_largest_numbers_of_float32_are_rewards() -> None:
+    largest = float(np.finfo(np.float32).max)
+    for value in (largest, -largest, 3.4028234e38):
+        parts = reward_parts({"a": value})
+        assert total_reward(parts, {}) == parts["a"] == in_float32(parts["a"])
+    assert math.isnan(in_float32(math.nan))
+    with pytest.raises(TaskError, match="too large for float32"):
+        reward_parts({"a": 3.5e38})
 
 
 def test_rewards_are_what_the_store_gives_back() -> None:
