@@ -20,7 +20,7 @@ if not attention.is_there(torch.float32, 64):
 
 pytestmark = pytest.mark.usefixtures("threads")
 
-HEADS = [(1, 1, 16), (6, 2, 64), (3, 3, 48), (8, 2, 128), (5, 1, 80)]
+HEADS = [(6, 2, 64), (3, 3, 48), (5, 1, 80)]
 LAYOUTS = {
     "one token": ([1], [-1]),
     "one": ([49], [-1]),
@@ -88,7 +88,7 @@ def test_outputs_and_gradients_are_those_of_every_sequence_on_its_own(
 @pytest.mark.parametrize("scale", [30.0, 1000.0])
 def test_large_scores_are_no_trouble(scale: float) -> None:
     segments = segments_of("prompts")
-    given = drawn(segments, (6, 2, 64), torch.float32, scale)
+    given = drawn(segments, (8, 2, 128), torch.float32, scale)
     found = all_of(Families(segments).attend, *given)
     expected = all_of(lambda *leaves: on_its_own(segments, *leaves), *(each.double() for each in given))
     for ours, right in zip(found, expected, strict=True):  # scores of some thousands are off by some thousandths
