@@ -11,13 +11,16 @@ pytest.importorskip("triton")
 
 from redline.kernels import fp8
 from redline.kernels.decode.hopper import SHARED_MEMORY
+from redline.kernels.decode.residual import Stream
 from redline.kernels.decode.weights_first import (
     HALF_ROOM,
     MOST_ROWS,
     ROOM,
     Cut,
+    add_product,
     cut_of,
     macros,
+    normed_product,
     product,
     product_as,
     serves,
@@ -43,13 +46,14 @@ def products(hidden: int, inner: int, heads: int, attended: int) -> list[tuple[i
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("multiprocessors", [78, 114, 132])
-@pytest.mark.parametrize("number_bytes", [2, 1])
+@pytest.mark.parametrize(("number_bytes", "norm"), [(2, "none"), (2, "before"), (2, "behind"), (1, "none")])
 def test_cuts_find_room_and_leave_no_part_without_work(
-    model: tuple[int, int, int, int], multiprocessors: int, number_bytes: int
+    model: tuple[int, int, int, int], multiprocessors: int, number_bytes: int, norm: str
 ) -> None:
     for rows in range(1, MOST_ROWS + 1):
         for columns, inner, is_gated in products(*model):
-            cut = cut_of(rows, columns, inner, multiprocessors, is_gated=is_gated, number_bytes=number_bytes)
+            kind = {"is_gated": is_gated, "number_bytes": number_bytes, "norm": norm}
+            cut = cut_of(rows, columns, inner, multiprocessors, **kind)
             assert cut.number_bytes == number_bytes
             assert cut.rows % 8 == 0
             assert rows <= cut.rows < rows + 8
@@ -78,7 +82,19 @@ def test_the_instruction_is_as_wide_as_the_rows() -> None:
     text = source(Cut(40, 1, 1, False, ROOM, 1))
     assert "m64n40k32.f32.e4m3.e4m3" in text
     assert "%19}, %20, %21, 1, 1, 1;" in text
-    assert macros(Cut(40, 1, 4, True, ROOM)) == {"ROWS": 40, "TALL": 1, "STAGES": 14, "PARTS": 4, "GATED": 1}
+    assert macros(Cut(40, 1, 4, True, ROOM)) == {
+        "ROWS": 40, "TALL": 1, "STAGES": 14, "PARTS": 4, "GATED": 1, "ADDED": 0, "NORMED": 0,
+    }  # fmt: skip
+
+
+def test_room_for_norms_is_taken_from_the_ring() -> None:
+    plain, behind = Cut(128, 2, 4, False, HALF_ROOM), Cut(128, 2, 4, False, HALF_ROOM, norm="behind")
+    assert behind.beside_bytes == 8 * 128 * 4, "squares of eight warps"
+    assert Cut(128, 2, 4, False, HALF_ROOM, norm="before").beside_bytes == 128 * 4
+    assert behind.stages <= plain.stages
+    assert behind.shared_bytes <= HALF_ROOM
+    assert (macros(behind)["ADDED"], macros(behind)["NORMED"]) == (1, 0)
+    assert (behind.threads, Cut(128, 2, 4, False, HALF_ROOM, norm="before").threads) == (288, 352)
 
 
 def test_other_devices_are_not_served() -> None:
@@ -323,3 +339,73 @@ def test_a_chain_of_launches_in_8_bits_waits_where_it_has_to(rows: int) -> None:
                 x_BE.copy_(start)
                 graph.replay()
                 assert torch.equal(found, end)
+
+
+EPS = 1e-6
+
+
+def begun(x_BE: Tensor, gain_E: Tensor, parts: int) -> Stream:
+    """As a product would leave it, with squares of so many parts of the columns."""
+    squares = torch.stack([part.float().square().sum(-1) for part in x_BE.tensor_split(parts, dim=1)], dim=1)
+    return Stream(x_BE, x_BE * gain_E, squares.contiguous())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("rows", [1, 8, 17, 40, 64, 65, 100, 128])
+def test_norms_are_part_of_the_products_around_them(model: tuple[int, int, int, int], rows: int) -> None:
+    torch.manual_seed(rows)
+    hidden, inner, heads, attended = model
+    for columns, is_gated in ((heads, False), (inner, True)):
+        weight_NK = numbers(columns * (2 if is_gated else 1), hidden, scale=hidden**-0.5)
+        bias_N, gain_E = None if is_gated else numbers(columns), 1 + 0.1 * numbers(hidden)
+        stream = begun(3 * numbers(rows, hidden), gain_E, -(-hidden // 64))
+        rstd = torch.rsqrt(stream.squares_BP.sum(-1, keepdim=True) / hidden + EPS)
+        wanted = expected(stream.scaled_BE.float() * rstd, weight_NK, bias_N, is_gated)
+        found = normed_product(stream, EPS, weight_NK, bias_N, is_gated=is_gated)
+        torch.testing.assert_close(found.float(), wanted, atol=0.03, rtol=0.01)
+        assert torch.equal(found, normed_product(stream, EPS, weight_NK, bias_N, is_gated=is_gated))
+    for K in (attended, inner):
+        x_BE, y_BK, weight_EK = numbers(rows, hidden), numbers(rows, K), numbers(hidden, K, scale=K**-0.5)
+        bias_E, gain_E = numbers(hidden), 1 + 0.1 * numbers(hidden)
+        for bias in (bias_E, None):
+            found = add_product(x_BE, y_BK, weight_EK, bias, gain_E)
+            product_BE = F.linear(y_BK.float(), weight_EK.float(), None if bias is None else bias.float()).bfloat16()
+            torch.testing.assert_close(found.x_BE.float(), x_BE.float() + product_BE.float(), atol=0.04, rtol=0.01)
+            torch.testing.assert_close(found.scaled_BE, found.x_BE * gain_E, atol=0.0, rtol=0.0)
+            squares_B = found.x_BE.float().square().sum(-1)
+            torch.testing.assert_close(found.squares_BP.sum(-1), squares_B, atol=0.0, rtol=1e-5)
+            again = add_product(x_BE, y_BK, weight_EK, bias, gain_E)
+            assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [9, 48, 128])
+def test_a_chain_of_them_in_a_graph_is_the_chain(rows: int) -> None:
+    """Launches begin before those in front of them have ended: what they read must be there all the same."""
+    torch.manual_seed(rows)
+    hidden, inner = 896, 4864
+    layers = [
+        (numbers(2 * inner, hidden, scale=hidden**-0.5), numbers(hidden, inner, scale=inner**-0.5), 1 + 0.1 * numbers(hidden))
+        for _ in range(8)
+    ]
+    x_BE = numbers(rows, hidden)
+
+    def chain() -> Stream:
+        stream = begun(x_BE, layers[-1][2], 14)
+        for gate_up, down, gain in layers:
+            stream = add_product(stream.x_BE, normed_product(stream, EPS, gate_up, is_gated=True), down, None, gain)
+        return stream
+
+    x, gain = x_BE.float(), layers[-1][2]
+    for gate_up, down, next_gain in layers:
+        gate, up = F.linear(F.rms_norm(x, (hidden,), gain.float(), EPS), gate_up.float()).chunk(2, dim=-1)
+        x, gain = x + F.linear(F.silu(gate) * up, down.float()), next_gain
+    eager = chain()
+    assert ((eager.x_BE.float() - x).norm() / x.norm()) < 0.02
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for _ in range(10):
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(out, eager, strict=True))

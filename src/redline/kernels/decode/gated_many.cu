@@ -34,9 +34,6 @@ struct Arguments {
 
 // ── between blocks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 // At the same barrier of a block of the cluster.
 __device__ __forceinline__ void arrive_there(u32 barrier, u32 block) {
     asm volatile(

@@ -25,8 +25,26 @@ __device__ __forceinline__ u32 activated(u32 gate, u32 up) {
     return packed(low(active) * low(up), high(active) * high(up));
 }
 
+// What a row is to be multiplied by, for its norm: rsqrt(its squares / inner + eps). They come in parts.
+__device__ __forceinline__ float scale_of(const float* squares, int parts, int inner, float eps) {
+    constexpr int AT_ONCE = 8;  // loads: one after the other they would take as long as the product
+    float total = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < parts; first += AT_ONCE) {
+        float some[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) some[i] = first + i < parts ? squares[first + i] : 0.f;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) total += some[i];
+    }
+    return rsqrtf(total / inner + eps);
+}
+
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     asm volatile(
@@ -47,6 +65,12 @@ __device__ __forceinline__ void begin_ring(u32 full, u32 empty, int stages, int 
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * stage), "r"(readers));
     }
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+}
+
+// Barriers by which each group of warps but the first is told to begin.
+constexpr int GO_BYTES = 16;
+__device__ __forceinline__ void begin_groups(u32 go, int groups) {
+    for (int group = 1; group < groups; group++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(go + 8 * (group - 1)));
 }
 
 // Rows of a stage, as tensor cores want to be told of them: swizzled lines, eight of them 1,024 bytes apart.

@@ -3,11 +3,12 @@
 // (`residual.cu`), and rstd is rsqrt(a row's squares / inner + eps). A block computes one tile of the result.
 //
 // Its first warpgroups multiply, 64 · TALL rows each; one thread of the last one asks the copy engine for 64 of K at a time,
-// into a ring of STAGES. Gate and up of a column end in the same thread, which rounds where eager torch rounds. Two blocks with
-// the same columns (SHARED) bring half of the weights each, for both. Weights do not depend on the launch in front of this one,
-// so they are asked for before it has ended, as many as the ring takes.
+// into a ring of STAGES, and the warps beside it find rstd meanwhile. Gate and up of a column end in the same thread, which
+// rounds where eager torch rounds. Two blocks with the same columns (SHARED) bring half of the weights each, for both. Weights do
+// not depend on the launch in front of this one, so they are asked for before it has ended, as many as the ring takes. Each group
+// of warps follows the one in front of it LEAD turns behind, so that tensor cores work on while its results are rounded and written.
 //
-// Macros: GATED, COLUMNS of a tile, GROUPS of warps that multiply, TALL, STAGES, SHARED. In front of this stands `hopper.cuh`.
+// Macros: GATED, COLUMNS of a tile, GROUPS of warps that multiply, TALL, STAGES, SHARED, LEAD. In front of this stands `hopper.cuh`.
 
 constexpr int ROWS = 64 * TALL * GROUPS;
 constexpr int WIDTH = GATED ? 2 * COLUMNS : COLUMNS;  // weights' rows
@@ -16,6 +17,7 @@ constexpr int BOXES = GATED ? 2 : SHARED;  // in which weights come
 constexpr int BOX = WIDTH / BOXES;
 constexpr int PITCH = 2 * COLUMNS + 16;  // bytes of a row on its way out: padded, so that few lanes meet in a bank
 constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int SCALING = 96;  // threads
 static_assert(BOX % 8 == 0 && BOX * BOXES == WIDTH && BOXES % SHARED == 0, "a box begins where the swizzle's pattern does");
 static_assert(STAGES > 1, "a stage is given back one turn after it was read");
 static_assert(STAGES * STAGE >= ROWS / TALL * PITCH, "results leave through the ring");
@@ -54,6 +56,7 @@ __device__ __forceinline__ void bring_weight(u32 to, const Map& weight, int inne
 
 struct Ring {
     u32 stages, full, empty;
+    u32 go;  // a barrier of each group but the first
 
     __device__ __forceinline__ u32 x(int stage) const { return stages + stage * STAGE; }
     __device__ __forceinline__ u32 weight(int stage) const { return x(stage) + ROWS * LINE; }
@@ -84,30 +87,22 @@ __device__ __forceinline__ void bring(const Arguments& a, const Ring& ring, int 
     }
 }
 
+// ── the warps beside it, which say what each row is to be multiplied by ───────────────────────────────────────────────────
+
+__device__ __forceinline__ void find_scales(const Arguments& a, float* scales) {
+    for (int own = threadIdx.x - 128 * GROUPS - 32; own < ROWS; own += SCALING) {
+        const int row = blockIdx.y * ROWS + own;
+        if (row < a.rows) scales[own] = scale_of(a.squares + (u64)row * a.parts, a.parts, a.inner, a.eps);
+    }
+}
+
 // ── those that multiply ───────────────────────────────────────────────────────────────────────────────────────────────
 
 typedef float Sums[TALL][WIDTH / 2];  // of a thread: if GATED, gate in the first half, up in the second
-typedef float Scales[TALL][2];        // of its rows
-
-// The lanes that have a row share its squares.
-__device__ __forceinline__ void read(const Arguments& a, Scales& scales) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int t = 0; t < TALL; t++)
-#pragma unroll
-        for (int lower = 0; lower < 2; lower++) {
-            const int row = blockIdx.y * ROWS + (warp / 4 * TALL + t) * 64 + warp % 4 * 16 + lower * 8 + lane / 4;
-            float squares = 0.f;
-            if (row < a.rows)
-                for (int part = lane % 4; part < a.parts; part += 4) squares += a.squares[(u64)row * a.parts + part];
-            squares += __shfl_xor_sync(~0u, squares, 1);
-            squares += __shfl_xor_sync(~0u, squares, 2);
-            scales[t][lower] = rsqrtf(squares / a.inner + a.eps);
-        }
-}
 
 __device__ __forceinline__ void multiply_all(Sums& sums, const Ring& ring, int turns) {
-    const int group = threadIdx.x / 128, in_group = threadIdx.x % 128;
+    const int group = threadIdx.x / 128, in_group = threadIdx.x % 128, lead = LEAD < turns ? LEAD : turns;
+    if (LEAD > 0 && group > 0) wait(ring.go + 8 * (group - 1), 0);
     for (int turn = 0; turn < turns; turn++) {
         const int stage = turn % STAGES;
         wait(ring.full + 8 * stage, turn / STAGES % 2);
@@ -119,6 +114,7 @@ __device__ __forceinline__ void multiply_all(Sums& sums, const Ring& ring, int t
                 multiply(sums[t], operand(ring.x(stage) + (group * TALL + t) * 64 * LINE + 32 * k),
                          operand(ring.weight(stage) + 32 * k));
         asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (turn == lead - 1 && group + 1 < GROUPS && in_group == 0) arrive(ring.go + 8 * group);
         // The stage before has been read; those of the last turns are asked for by nobody.
         if (turn > 0 && turn - 1 + STAGES < turns && in_group < SHARED)
             arrive(ring.empty + 8 * ((turn - 1) % STAGES), in_group);
@@ -143,18 +139,19 @@ __device__ __forceinline__ u32 result(const Arguments& a, const float* sums, int
 }
 
 // A warp's 16 · TALL rows of the tile, through `room` of its own, so that they are written in lines.
-__device__ __forceinline__ void write(const Arguments& a, const Sums& sums, const Scales& scales, unsigned char* room) {
+__device__ __forceinline__ void write(const Arguments& a, const Sums& sums, const float* scales, unsigned char* room) {
     constexpr int CHUNKS = COLUMNS / 8;  // of 16 bytes
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * COLUMNS;
 #pragma unroll
     for (int t = 0; t < TALL; t++) {
+        const int own = (warp / 4 * TALL + t) * 64 + warp % 4 * 16, top = blockIdx.y * ROWS + own;
+        const float scale[2] = {scales[own + lane / 4], scales[own + 8 + lane / 4]};
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i += 2) {
             const int lower = i / 2 % 2, row = lower * 8 + lane / 4, column = i / 4 * 8 + lane % 4 * 2;
-            *(u32*)(room + row * PITCH + 2 * column) = result(a, sums[t] + i, first + column, scales[t][lower]);
+            *(u32*)(room + row * PITCH + 2 * column) = result(a, sums[t] + i, first + column, scale[lower]);
         }
         __syncwarp();
-        const int top = blockIdx.y * ROWS + (warp / 4 * TALL + t) * 64 + warp % 4 * 16;
         for (int i = lane; i < 16 * CHUNKS; i += 32) {
             const int row = top + i / CHUNKS, column = first + i % CHUNKS * 8;
             if (row < a.rows && column < a.columns)
@@ -169,22 +166,29 @@ void normed(const __grid_constant__ Arguments a) {
     extern __shared__ unsigned char memory[];
     unsigned char* room = memory + (-(u32)__cvta_generic_to_shared(memory) & 1023);
     const u32 stages = (u32)__cvta_generic_to_shared(room);
-    const Ring ring = {stages, stages + STAGES * STAGE, stages + STAGES * (STAGE + 8)};
+    const u32 behind = stages + STAGES * STAGE;
+    const Ring ring = {stages, behind, behind + 8 * STAGES, behind + 16 * STAGES};
+    float* scales = (float*)(room + STAGES * (STAGE + 16) + GO_BYTES);
     const int turns = (a.inner + INNER - 1) / INNER;
-    if (threadIdx.x == 0) begin_ring(ring.full, ring.empty, STAGES, GROUPS * SHARED);
+    if (threadIdx.x == 0) {
+        begin_groups(ring.go, GROUPS);
+        begin_ring(ring.full, ring.empty, STAGES, GROUPS * SHARED);
+    }
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
     if (threadIdx.x >= 128 * GROUPS) {
         if (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 128 * GROUPS) bring(a, ring, turns);
+        if (threadIdx.x >= THREADS - SCALING) {
+            wait_for_launch_in_front();
+            find_scales(a, scales);
+            asm volatile("bar.arrive 1, %0;" ::"n"(128 * GROUPS + SCALING) : "memory");
+        }
     } else {
         if (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 240 : 160));
-        wait_for_launch_in_front();
-        Scales scales;
-        read(a, scales);
         Sums sums = {};
         multiply_all(sums, ring, turns);
-        asm volatile("bar.sync 1, %0;" ::"n"(128 * GROUPS) : "memory");  // nobody reads the stages any more
+        asm volatile("bar.sync 1, %0;" ::"n"(128 * GROUPS + SCALING) : "memory");  // nobody reads the stages any more
         write(a, sums, scales, room + threadIdx.x / 32 * 16 * PITCH);
     }
 }

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from redline.kernels import nvrtc
 from redline.kernels.decode import gated, hopper
-from redline.kernels.decode.hopper import BARRIER_BYTES, INNER, LINE_BYTES, SHARED_MEMORY
+from redline.kernels.decode.hopper import BARRIER_BYTES, GO_BYTES, INNER, LINE_BYTES, SHARED_MEMORY
 from redline.kernels.decode.residual import CLOCK, L2_BYTES_PER_S, PLACED, START_S, Stream
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_STAGES = 8
+LEAD = 2
+"""Turns, of high tiles of gate and up; lower ones are no faster by it."""
 BLOCK_BYTES_PER_CLOCK = 45.0
 """Of an H200, what comes into a block."""
 
@@ -62,13 +64,23 @@ class Tile(NamedTuple):
         return (self.rows + self.width) * LINE_BYTES
 
     @property
+    def lead(self) -> int:
+        """Turns that a warpgroup is in front of the next one."""
+        return LEAD if self.is_gated and self.groups > 1 and self.tall > 1 else 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of warpgroups' barriers, and of what rows are multiplied by."""
+        return GO_BYTES + 4 * self.rows
+
+    @property
     def stages(self) -> int:
-        return min(MOST_STAGES, (SHARED_MEMORY - 1024) // (self.stage_bytes + BARRIER_BYTES))
+        return min(MOST_STAGES, (SHARED_MEMORY - 1024 - self.beside_bytes) // (self.stage_bytes + BARRIER_BYTES))
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, which begins on a multiple of 1,024."""
-        return self.stages * (self.stage_bytes + BARRIER_BYTES) + 1024
+        """The ring, which begins on a multiple of 1,024, and what is beside it."""
+        return self.stages * (self.stage_bytes + BARRIER_BYTES) + self.beside_bytes + 1024
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         return math.ceil(columns / self.columns), math.ceil(rows / self.rows / self.shared) * self.shared
@@ -176,5 +188,5 @@ def source(tile: Tile) -> str:
 def macros(tile: Tile) -> dict[str, int]:
     return {
         "GATED": int(tile.is_gated), "GROUPS": tile.groups, "TALL": tile.tall, "COLUMNS": tile.columns, "STAGES": tile.stages,
-        "SHARED": tile.shared,
+        "SHARED": tile.shared, "LEAD": tile.lead,
     }  # fmt: skip

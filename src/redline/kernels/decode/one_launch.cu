@@ -216,6 +216,8 @@ struct Ring {
 template <class P, int K, int N>
 __device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, const u16* weight) {
     int lane = threadIdx.x % 32;
+    u64 once;  // a weight is read once in a step: what the L2 has of other things is not to leave for it
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
 #pragma unroll 1
     for (int begin = P::first(); begin < P::end(); begin = P::next(begin))
 #pragma unroll 1
@@ -241,8 +243,9 @@ __device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, cons
                         const u16* from = weight + (u64)(row + lane) * K + chunk * P::chunk_blocks * 32;
                         u32 to = ring.stages + ring.stage * STAGE + lane * PITCH;
                         asm volatile(
-                            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                            ::"r"(to), "l"(from), "r"(bytes), "r"(full) : "memory");
+                            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                            " [%0], [%1], %2, [%3], %4;"
+                            ::"r"(to), "l"(from), "r"(bytes), "r"(full), "l"(once) : "memory");
                     }
                     ring.next();
                 }

@@ -1,15 +1,16 @@
 """Products of a decode step of some rows, `weights_first.cu`: how they are cut, their arguments, their launch.
 
 Each is one launch that asks for its weights while those in front of it still run: what lies between two products of so few rows
-hardly reads, and leaves the bandwidth to them. For Hopper, in bfloat16, or from factors in 8 bits to bfloat16. This module
-needs CUDA; only code that runs on a CUDA device may import it.
+hardly reads, and leaves the bandwidth to them. Norms between them are part of them, as in `residual.py` and `normed.py`, whose
+stream they read and write. For Hopper, in bfloat16, or from factors in 8 bits to bfloat16. This module needs CUDA; only code
+that runs on a CUDA device may import it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from ctypes import c_int, c_uint64, c_void_p
+from ctypes import c_float, c_int, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 from redline.kernels import nvrtc
 from redline.kernels.decode import hopper
 from redline.kernels.decode.hopper import BARRIER_BYTES, LINE_BYTES
+from redline.kernels.decode.residual import Stream
 
 SOURCE = Path(__file__).with_suffix(".cu")
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -57,6 +59,8 @@ class Cut(NamedTuple):
     room: int
     number_bytes: int = 2
     """Of x and of the weights: 2 in bfloat16, 1 in e4m3."""
+    norm: str = "none"
+    """What it does of the norms around it: "before", "behind" or "none"."""
 
     @property
     def inner(self) -> int:
@@ -77,13 +81,23 @@ class Cut(NamedTuple):
         return math.ceil(self.rows / 8 / self.parts) * self.parts * self.tall * 128 * 16 if self.parts > 1 else 0
 
     @property
+    def beside_bytes(self) -> int:
+        """Squares of each warp's columns, or what each row is multiplied by."""
+        return {"none": 0, "before": 1, "behind": 4 * self.tall}[self.norm] * self.rows * 4
+
+    @property
     def stages(self) -> int:
-        return (self.room - 1024 - self.meeting_bytes) // (self.stage_bytes + BARRIER_BYTES)
+        return (self.room - 1024 - self.meeting_bytes - self.beside_bytes) // (self.stage_bytes + BARRIER_BYTES)
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, which begins on a multiple of 1,024, and where parts meet."""
-        return self.stages * (self.stage_bytes + BARRIER_BYTES) + self.meeting_bytes + 1024
+        """The ring, which begins on a multiple of 1,024, where parts meet, and what norms take."""
+        return self.stages * (self.stage_bytes + BARRIER_BYTES) + self.meeting_bytes + self.beside_bytes + 1024
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, the warp that brings, and two that look at a norm's squares."""
+        return 128 * self.tall + (96 if self.norm == "before" else 32)
 
     def tiles(self, columns: int) -> int:
         return math.ceil(columns / self.columns)
@@ -102,15 +116,24 @@ class _Arguments(ctypes.Structure):
         ("weight", nvrtc.TensorMap),
         ("bias", c_void_p),
         ("out", c_void_p),
-        ("x_scale", c_void_p),
-        ("weight_scale", c_void_p),
-        *((name, c_int) for name in ("rows", "columns", "inner", "whole")),
-        ("more", c_uint64 * 2),
+        *((name, c_void_p) for name in ("x_scale", "weight_scale", "stream", "gain", "scaled", "squares")),
+        *((name, c_int) for name in ("rows", "columns", "inner", "whole", "tiles")),
+        ("eps", c_float),
+        ("more", c_uint64 * 5),
     ]
 
 
 @cache
-def cut_of(rows: int, columns: int, inner: int, multiprocessors: int, *, is_gated: bool = False, number_bytes: int = 2) -> Cut:
+def cut_of(
+    rows: int,
+    columns: int,
+    inner: int,
+    multiprocessors: int,
+    *,
+    is_gated: bool = False,
+    number_bytes: int = 2,
+    norm: str = "none",
+) -> Cut:
     """As measured on an H200 for models with 0.5 to 14 billion parameters in bfloat16, and 0.5 and 7 in 8 bits: low tiles, two
     on a multiprocessor, unless few high ones or few with much room do as well."""
     turns = math.ceil(inner * number_bytes / LINE_BYTES)
@@ -119,7 +142,7 @@ def cut_of(rows: int, columns: int, inner: int, multiprocessors: int, *, is_gate
     parts = _parts(low, 2 * multiprocessors, multiprocessors, turns)
 
     def cut(tall: int, parts: int, room: int) -> Cut:
-        return Cut(math.ceil(rows / 8) * 8, tall, parts, is_gated, room, number_bytes)
+        return Cut(math.ceil(rows / 8) * 8, tall, parts, is_gated, room, number_bytes, norm)
 
     if is_gated and number_bytes == 1 and turns <= SHORT_TURNS:
         return cut(1, 1, HALF_ROOM)
@@ -173,7 +196,78 @@ def product_as(
     x_BK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, cut: Cut, scales: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """The same, cut like this."""
-    (B, K), N, device = x_BK.shape, len(weight_NK) // (2 if cut.is_gated else 1), x_BK.device.index or 0
+    assert (scales is None) == (cut.number_bytes == 2)
+    assert all(scale.dtype is torch.float32 and scale.numel() == 1 for scale in scales or ())
+    out_BN = _room(x_BK, weight_NK, cut)
+    _launch(cut, x_BK, weight_NK, bias_N, out_BN, scales=scales or (None, None))
+    return out_BN
+
+
+def normed_product(
+    stream: Stream,
+    eps: float,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    is_gated: bool = False,
+    cut: Cut | None = None,
+) -> Tensor:
+    """norm(x) · weightᵀ, [B, N]; gated, silu(gate) · up of its two halves, [B, N / 2]. It begins, and lets the next begin, as
+    `product` does."""
+    (B, K), N = stream.scaled_BE.shape, len(weight_NK) // (2 if is_gated else 1)
+    cut = cut or cut_of(B, N, K, _multiprocessors(weight_NK.device), is_gated=is_gated, norm="before")
+    squares_BP = stream.squares_BP
+    assert cut.norm == "before"
+    assert len(squares_BP) == B
+    assert squares_BP.dtype is torch.float32
+    assert squares_BP.is_contiguous()
+    out_BN = _room(stream.scaled_BE, weight_NK, cut)
+    _launch(cut, stream.scaled_BE, weight_NK, bias_N, out_BN, squares=squares_BP, eps=eps)
+    return out_BN
+
+
+def add_product(
+    x_BE: Tensor, y_BK: Tensor, weight_EK: Tensor, bias_E: Tensor | None, gain_E: Tensor, cut: Cut | None = None
+) -> Stream:
+    """The stream x + y · weightᵀ, of which `gain_E` is the next norm's. It begins, and lets the next begin, as `product`
+    does."""
+    B, E = x_BE.shape
+    cut = cut or cut_of(B, E, y_BK.shape[1], _multiprocessors(x_BE.device), norm="behind")
+    out = Stream(
+        _room(y_BK, weight_EK, cut), torch.empty_like(x_BE), x_BE.new_empty(B, math.ceil(E / cut.columns), dtype=torch.float32)
+    )
+    assert cut.norm == "behind"
+    assert x_BE.is_contiguous()
+    assert x_BE.dtype is gain_E.dtype is torch.bfloat16
+    assert gain_E.shape == (E,)
+    assert gain_E.is_contiguous()
+    assert len(weight_EK) == E
+    _launch(
+        cut, y_BK, weight_EK, bias_E, out.x_BE, stream=x_BE, gain=gain_E, scaled=out.scaled_BE, squares=out.squares_BP
+    )  # fmt: skip
+    return out
+
+
+def _room(x_BK: Tensor, weight_NK: Tensor, cut: Cut) -> Tensor:
+    """[B, columns of the result]."""
+    return x_BK.new_empty(len(x_BK), len(weight_NK) // (2 if cut.is_gated else 1), dtype=torch.bfloat16)
+
+
+def _launch(
+    cut: Cut,
+    x_BK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out_BN: Tensor,
+    *,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    stream: Tensor | None = None,
+    gain: Tensor | None = None,
+    scaled: Tensor | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    (B, K), N, device = x_BK.shape, out_BN.shape[1], x_BK.device.index or 0
     assert x_BK.is_contiguous()
     assert x_BK.dtype is weight_NK.dtype
     assert x_BK.dtype in DTYPES
@@ -185,21 +279,16 @@ def product_as(
         assert bias_N.dtype is torch.bfloat16
         assert bias_N.shape == (N,)
         assert bias_N.is_contiguous()
-    assert (scales is None) == (cut.number_bytes == 2)
-    assert all(scale.dtype is torch.float32 and scale.numel() == 1 for scale in scales or ())
-    out_BN = x_BK.new_empty(B, N, dtype=torch.bfloat16)
     whole = cut.whole(N, _multiprocessors(x_BK.device))
+    given = (bias_N, out_BN, *scales, stream, gain, scaled, squares)
     arguments = _Arguments(
         nvrtc.tensor_map(x_BK, (cut.rows, cut.inner)),
         _weight_map(weight_NK, cut),
-        None if bias_N is None else bias_N.data_ptr(),
-        out_BN.data_ptr(),
-        *((None, None) if scales is None else (scale.data_ptr() for scale in scales)),
-        B, N, K, whole,
+        *(None if tensor is None else tensor.data_ptr() for tensor in given),
+        B, N, K, whole, 0 if squares is None else squares.shape[1], eps,
     )  # fmt: skip
     grid = (cut.tiles(N) - whole + whole // cut.parts, cut.parts)
-    _kernel(cut, device).launch_grid(grid, 128 * cut.tall + 32, arguments, device, early=True)
-    return out_BN
+    _kernel(cut, device).launch_grid(grid, cut.threads, arguments, device, early=True)
 
 
 def _weight_map(weight_NK: Tensor, cut: Cut) -> ctypes.Array[c_uint64]:
@@ -230,4 +319,7 @@ def source(cut: Cut) -> str:
 
 
 def macros(cut: Cut) -> dict[str, int]:
-    return {"ROWS": cut.rows, "TALL": cut.tall, "STAGES": cut.stages, "PARTS": cut.parts, "GATED": int(cut.is_gated)}
+    return {
+        "ROWS": cut.rows, "TALL": cut.tall, "STAGES": cut.stages, "PARTS": cut.parts, "GATED": int(cut.is_gated),
+        "ADDED": int(cut.norm == "behind"), "NORMED": int(cut.norm == "before"),
+    }  # fmt: skip
