@@ -19,8 +19,9 @@
 // shared memory, in the order of the warps. So a result depends on nothing but its row.
 //
 // Sizes come as macros: E hidden, H heads, KV key/value heads, D of a head, INNER, VOCAB, PAGE, HALVES (of 8 rows: 1, 2 or 4),
-// STAGES, IN_FLIGHT (of them, asked for at once: enough to keep memory busy), DOWN_PARTS (of the K of the product down),
-// HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of the launch), AHEAD (1: several rows may be tokens of one line, 0: none are).
+// STAGES, IN_FLIGHT (of them, asked for at once: enough to keep memory busy), PACE (cycles from one to the next, but for the
+// head's; 0 where memory has no time to lose), DOWN_PARTS (of the K of the product down), HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of
+// the launch), AHEAD (1: several rows may be tokens of one line, 0: none are).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -212,8 +213,15 @@ struct Ring {
     }
 };
 
+// A ring that fills up evenly, and not as soon as it is empty, leaves way for the words that others wait for: they come from the
+// L2 as weights do, which ask for twice what they need of memory if they may.
+__device__ __forceinline__ void keep_pace(u32 cycles) {
+    const u32 now = (u32)clock(), left = cycles - now % cycles;
+    while ((u32)clock() - now < left) {}
+}
+
 // The asking warp's part of a product.
-template <class P, int K, int N>
+template <class P, int K, int N, bool PACED = true>
 __device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, const u16* weight) {
     int lane = threadIdx.x % 32;
     u64 once;  // a weight is read once in a step: what the L2 has of other things is not to leave for it
@@ -236,6 +244,7 @@ __device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, cons
                         wait(arriving.full + 8 * arriving.stage, arriving.parity);
                         arriving.next();
                     }
+                    if (PACE && PACED) keep_pace(PACE * P::chunk_blocks / CHUNK_BLOCKS);
                     if (lane == 0)
                         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes * rows) : "memory");
                     __syncwarp();
@@ -1068,7 +1077,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
             ask<GateUp, E, 2 * INNER>(ring, arriving, asked, layer.gate_up);
             ask<Down, INNER, E>(ring, arriving, asked, layer.down);
         }
-        ask<Head, E, VOCAB>(ring, arriving, asked, a.head);
+        ask<Head, E, VOCAB, false>(ring, arriving, asked, a.head);
         return;
     }
 
