@@ -10,6 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from redline.kernels import fp8
+from redline.kernels.decode import normed
 from redline.kernels.decode.hopper import SHARED_MEMORY
 from redline.kernels.decode.residual import Stream
 from redline.kernels.decode.weights_first import (
@@ -173,10 +174,10 @@ def test_a_chain_of_launches_that_begin_early_waits_where_it_has_to(rows: int) -
 
         delta: Tensor | None = None
         for _ in range(6):
-            x_BE, normed = add_rms_norm(x_BE, delta, gain, 1e-6, early=not apart)
-            attended = done(product(done(product(done(normed), square)), square))
-            x_BE, normed = add_rms_norm(x_BE, attended, gain, 1e-6, early=not apart)
-            delta = done(product(done(product(done(normed), wide, is_gated=True)), narrow))
+            x_BE, normed_BE = add_rms_norm(x_BE, delta, gain, 1e-6, early=not apart)
+            attended = done(product(done(product(done(normed_BE), square)), square))
+            x_BE, normed_BE = add_rms_norm(x_BE, attended, gain, 1e-6, early=not apart)
+            delta = done(product(done(product(done(normed_BE), wide, is_gated=True)), narrow))
         return add_rms_norm(x_BE, delta, gain, 1e-6, early=not apart)[1]
 
     with torch.inference_mode():
@@ -350,62 +351,113 @@ def begun(x_BE: Tensor, gain_E: Tensor, parts: int) -> Stream:
     return Stream(x_BE, x_BE * gain_E, squares.contiguous())
 
 
+def uneven(rows: int, columns: int) -> Tensor:
+    """Rows, and parts of rows, of different sizes: with another's scale, or without a part of its squares, a row is wrong."""
+    by_row = 2.0 ** (torch.arange(rows, device="cuda") % 5)
+    by_column = 2.0 ** (torch.arange(columns, device="cuda") // 16 % 3)
+    return numbers(rows, columns) * (by_row[:, None] * by_column / 4).bfloat16()
+
+
+def assert_normed(rows: int, hidden: int, columns: int, parts: int, is_gated: bool, cut: Cut | None = None) -> None:
+    weight_NK = numbers(columns * (2 if is_gated else 1), hidden, scale=hidden**-0.5)
+    bias_N, gain_E = None if is_gated else numbers(columns), 1 + 0.1 * numbers(hidden)
+    stream = begun(uneven(rows, hidden), gain_E, parts)
+    rstd = torch.rsqrt(stream.x_BE.float().square().mean(-1, keepdim=True) + EPS)
+    wanted = expected(stream.scaled_BE.float() * rstd, weight_NK, bias_N, is_gated)
+    torch.cuda.synchronize()  # gains are weights: older than the launch in front
+    found = normed_product(stream, EPS, weight_NK, bias_N, is_gated=is_gated, cut=cut)
+    torch.testing.assert_close(found.float(), wanted, atol=0.03, rtol=0.01)
+    assert torch.equal(found, normed_product(stream, EPS, weight_NK, bias_N, is_gated=is_gated, cut=cut))
+
+
+def assert_added(rows: int, hidden: int, inner: int, has_bias: bool, cut: Cut | None = None) -> None:
+    x_BE, y_BK, weight_EK = uneven(rows, hidden), numbers(rows, inner), numbers(hidden, inner, scale=inner**-0.5)
+    bias_E, gain_E = numbers(hidden) if has_bias else None, 1 + 0.1 * numbers(hidden)
+    torch.cuda.synchronize()
+    found = add_product(x_BE, y_BK, weight_EK, bias_E, gain_E, cut)
+    product_BE = F.linear(y_BK.float(), weight_EK.float(), None if bias_E is None else bias_E.float()).bfloat16()
+    torch.testing.assert_close(found.x_BE.float(), x_BE.float() + product_BE.float(), atol=0.04, rtol=0.01)
+    torch.testing.assert_close(found.scaled_BE, found.x_BE * gain_E, atol=0.0, rtol=0.0)
+    torch.testing.assert_close(found.squares_BP.sum(-1), found.x_BE.float().square().sum(-1), atol=0.0, rtol=1e-5)
+    again = add_product(x_BE, y_BK, weight_EK, bias_E, gain_E, cut)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("rows", [1, 8, 17, 40, 64, 65, 100, 128])
 def test_norms_are_part_of_the_products_around_them(model: tuple[int, int, int, int], rows: int) -> None:
     torch.manual_seed(rows)
     hidden, inner, heads, attended = model
-    for columns, is_gated in ((heads, False), (inner, True)):
-        weight_NK = numbers(columns * (2 if is_gated else 1), hidden, scale=hidden**-0.5)
-        bias_N, gain_E = None if is_gated else numbers(columns), 1 + 0.1 * numbers(hidden)
-        stream = begun(3 * numbers(rows, hidden), gain_E, -(-hidden // 64))
-        rstd = torch.rsqrt(stream.squares_BP.sum(-1, keepdim=True) / hidden + EPS)
-        wanted = expected(stream.scaled_BE.float() * rstd, weight_NK, bias_N, is_gated)
-        found = normed_product(stream, EPS, weight_NK, bias_N, is_gated=is_gated)
-        torch.testing.assert_close(found.float(), wanted, atol=0.03, rtol=0.01)
-        assert torch.equal(found, normed_product(stream, EPS, weight_NK, bias_N, is_gated=is_gated))
-    for K in (attended, inner):
-        x_BE, y_BK, weight_EK = numbers(rows, hidden), numbers(rows, K), numbers(hidden, K, scale=K**-0.5)
-        bias_E, gain_E = numbers(hidden), 1 + 0.1 * numbers(hidden)
-        for bias in (bias_E, None):
-            found = add_product(x_BE, y_BK, weight_EK, bias, gain_E)
-            product_BE = F.linear(y_BK.float(), weight_EK.float(), None if bias is None else bias.float()).bfloat16()
-            torch.testing.assert_close(found.x_BE.float(), x_BE.float() + product_BE.float(), atol=0.04, rtol=0.01)
-            torch.testing.assert_close(found.scaled_BE, found.x_BE * gain_E, atol=0.0, rtol=0.0)
-            squares_B = found.x_BE.float().square().sum(-1)
-            torch.testing.assert_close(found.squares_BP.sum(-1), squares_B, atol=0.0, rtol=1e-5)
-            again = add_product(x_BE, y_BK, weight_EK, bias, gain_E)
-            assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert_normed(rows, hidden, heads, -(-hidden // 64), is_gated=False)
+    assert_normed(rows, hidden, inner, -(-hidden // 128), is_gated=True)
+    assert_added(rows, hidden, attended, has_bias=True)
+    assert_added(rows, hidden, inner, has_bias=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tall", "parts", "room"), [(1, 1, HALF_ROOM), (1, 3, HALF_ROOM), (1, 8, ROOM), (2, 1, ROOM), (2, 4, ROOM)]
+)
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner"), [(1, 16, 640), (9, 48, 1024), (23, 272, 656), (64, 4400, 640), (128, 208, 912)]
+)
+def test_edges_of_products_with_norms_lie_anywhere(
+    tall: int, parts: int, room: int, rows: int, hidden: int, inner: int
+) -> None:
+    torch.manual_seed(rows)
+    kind = (-(-rows // 8) * 8, tall, parts)
+    assert_added(rows, hidden, inner, has_bias=rows % 2 == 1, cut=Cut(*kind, False, room, norm="behind"))
+    for is_gated in (False, True):
+        assert_normed(rows, inner, hidden, 1 + rows % 10, is_gated, Cut(*kind, is_gated, room, norm="before"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [9, 48, 128])
-def test_a_chain_of_them_in_a_graph_is_the_chain(rows: int) -> None:
-    """Launches begin before those in front of them have ended: what they read must be there all the same."""
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_a_chain_of_them_in_a_graph_is_the_chain(rows: int, is_tiled: bool) -> None:
+    """Launches begin before those in front of them have ended: what they read must be there all the same, and not what an
+    earlier replay has left. Tiled: gate and up are those of many rows, as the engine has them of some."""
     torch.manual_seed(rows)
     hidden, inner = 896, 4864
+    tile = normed.gated_tile_of(rows, inner, hidden, 132) if is_tiled else None
     layers = [
         (numbers(2 * inner, hidden, scale=hidden**-0.5), numbers(hidden, inner, scale=inner**-0.5), 1 + 0.1 * numbers(hidden))
         for _ in range(8)
     ]
-    x_BE = numbers(rows, hidden)
+    starts = [begun(numbers(rows, hidden), layers[-1][2], 14) for _ in range(4)]
+    stream = Stream(*(each.clone() for each in starts[0]))
 
     def chain() -> Stream:
-        stream = begun(x_BE, layers[-1][2], 14)
+        now = stream
         for gate_up, down, gain in layers:
-            stream = add_product(stream.x_BE, normed_product(stream, EPS, gate_up, is_gated=True), down, None, gain)
-        return stream
+            inner_BI = (
+                normed_product(now, EPS, gate_up, is_gated=True)
+                if tile is None
+                else normed.normed_product(now, EPS, gate_up, None, tile)
+            )
+            now = add_product(now.x_BE, inner_BI, down, None, gain)
+        return now
 
-    x, gain = x_BE.float(), layers[-1][2]
-    for gate_up, down, next_gain in layers:
-        gate, up = F.linear(F.rms_norm(x, (hidden,), gain.float(), EPS), gate_up.float()).chunk(2, dim=-1)
-        x, gain = x + F.linear(F.silu(gate) * up, down.float()), next_gain
-    eager = chain()
-    assert ((eager.x_BE.float() - x).norm() / x.norm()) < 0.02
+    def expected_of(start: Stream) -> Tensor:
+        x, gain = start.x_BE.float(), layers[-1][2]
+        for gate_up, down, next_gain in layers:
+            gate, up = F.linear(F.rms_norm(x, (hidden,), gain.float(), EPS), gate_up.float()).chunk(2, dim=-1)
+            x, gain = x + F.linear(F.silu(gate) * up, down.float()), next_gain
+        return x
+
+    torch.cuda.synchronize()
+    chain()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chain()
-    for _ in range(10):
+    bits: list[list[Tensor]] = []
+    for turn in range(12):
+        start = starts[turn % 4]
+        for room, filled in zip(stream, start, strict=True):
+            room.copy_(filled)
         graph.replay()
-        assert all(torch.equal(one, other) for one, other in zip(out, eager, strict=True))
+        wanted = expected_of(start)
+        assert float((out.x_BE.float() - wanted).norm() / wanted.norm()) < 0.02
+        bits.append([each.clone() for each in out])
+        assert all(torch.equal(one, other) for one, other in zip(bits[turn], bits[turn % 4], strict=True))

@@ -6,7 +6,8 @@
 // into a ring of STAGES, and the warps beside it find rstd meanwhile. Gate and up of a column end in the same thread, which
 // rounds where eager torch rounds. Two blocks with the same columns (SHARED) bring half of the weights each, for both. Weights do
 // not depend on the launch in front of this one, so they are asked for before it has ended, as many as the ring takes. Each group
-// of warps follows the one in front of it LEAD turns behind, so that tensor cores work on while its results are rounded and written.
+// of warps begins LEAD turns behind the one in front of it, which has the tensor cores to itself while its first rows come in;
+// results leave through the ring, so all groups end together.
 //
 // Macros: GATED, COLUMNS of a tile, GROUPS of warps that multiply, TALL, STAGES, SHARED, LEAD. In front of this stands `hopper.cuh`.
 

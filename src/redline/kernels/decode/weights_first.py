@@ -237,6 +237,9 @@ def add_product(
         _room(y_BK, weight_EK, cut), torch.empty_like(x_BE), x_BE.new_empty(B, math.ceil(E / cut.columns), dtype=torch.float32)
     )
     assert cut.norm == "behind"
+    assert len(y_BK) == B
+    assert E % 16 == 0
+    assert all(tensor.data_ptr() % 4 == 0 for tensor in (x_BE, gain_E))
     assert x_BE.is_contiguous()
     assert x_BE.dtype is gain_E.dtype is torch.bfloat16
     assert gain_E.shape == (E,)
