@@ -8,9 +8,9 @@
 // PARTS of them, share such a tile. Their sums meet in the cluster's shared memory, where each block adds up those of some rows
 // of x, in the order of the parts.
 //
-// In bfloat16 a norm needs no launch of its own. ADDED, a product ends in the residual stream, x + y · weightᵀ + bias: it leaves the
-// sum, the sum times the next norm's gain, and the squares of each row, added up over the columns of a tile. NORMED, a product
-// takes such a row: it multiplies its sums by rstd, which is rsqrt(a row's squares / inner + eps).
+// In bfloat16 a norm needs no launch of its own. ADDED, a product ends in the residual stream, stream + x · weightᵀ + bias: it
+// leaves the sum, the sum times the next norm's gain, and the squares of each row, added up over the columns of a tile. NORMED, a
+// product takes such rows: it multiplies its sums by rstd, which is rsqrt(a row's squares / inner + eps).
 //
 // Macros: ROWS of x, a multiple of 8; TALL, the warpgroups that multiply; STAGES, PARTS, GATED, ADDED, NORMED. In front of this
 // stands `hopper.cuh`, and in front of that BYTES of a number of x and of the weights.
@@ -34,13 +34,13 @@ struct Arguments {
     u16* out;         // [rows, columns]
     const float* x_scale;  // in 8 bits: what numbers of x, and those of the weights, are to be multiplied by
     const float* weight_scale;
-    const u16* stream;      // ADDED: [rows, columns], to which the product is added; `out` is the sum
-    const u16* gain;        // ADDED: [columns]
-    u16* scaled;            // ADDED: [rows, columns], the sum times the gain
-    float* squares;         // [rows, tiles]: ADDED, those of the sum; NORMED, those of x
+    const u16* stream;  // ADDED: [rows, columns], to which the product is added; `out` is the sum
+    const u16* gain;    // ADDED: [columns]
+    u16* scaled;        // ADDED: [rows, columns], the sum times the gain
+    float* squares;     // [rows, tiles]: ADDED, those of the sum; NORMED, those of x
     int rows, columns, inner;
-    int whole;        // tiles that are not cut along K, a multiple of PARTS
-    int tiles;        // of a row of squares
+    int whole;          // tiles that are not cut along K, a multiple of PARTS
+    int tiles;          // of a row of squares
     float eps;
 };
 
@@ -161,8 +161,11 @@ struct Place {
     int row, column;
 
     __device__ __forceinline__ Place(const Share& share, int eight)
-        : row(8 * eight + threadIdx.x % 32 / 4), column(share.column + threadIdx.x / 32 * COLUMNS / (4 * TALL) + threadIdx.x % 4 * 2) {}
-    __device__ __forceinline__ bool is_there(const Arguments& a, int side) const { return row < a.rows && column + 8 * side < a.columns; }
+        : row(8 * eight + threadIdx.x % 32 / 4),
+          column(share.column + threadIdx.x / 32 * COLUMNS / (4 * TALL) + threadIdx.x % 4 * 2) {}
+    __device__ __forceinline__ bool is_there(const Arguments& a, int side) const {
+        return row < a.rows && column + 8 * side < a.columns;
+    }
     __device__ __forceinline__ u64 at(const Arguments& a, int side) const { return (u64)row * a.columns + column + 8 * side; }
 };
 
@@ -211,6 +214,7 @@ __device__ __forceinline__ void write(const Arguments& a, const Share& share, in
     put(1, turned(packed(sums.z + lower, sums.w + lower)));
 #endif
 }
+
 
 // The same of an ADDED product. `squares` are the warp's, of each row.
 __device__ __forceinline__ void add(
