@@ -60,6 +60,12 @@ def test_the_ring_takes_what_shared_memory_has(shape: Shape, halves: int, has_ah
     assert stages == one_launch.MOST_STAGES or shared_bytes(shape, halves, stages + 1, has_ahead) > one_launch.SHARED_MEMORY
 
 
+def test_small_networks_ask_for_weights_at_the_pace_of_the_whole_device() -> None:
+    assert macros(HALF_BILLION, 1, 132)["PACE"] == 1250
+    assert macros(HALF_BILLION, 1, 66)["PACE"] == 625
+    assert macros(SEVEN_BILLION, 1, 132)["PACE"] == 0, "memory has no time to lose"
+
+
 class Network:
     """Random weights of a shape, a cache with something in it, and the step in float32."""
 

@@ -42,9 +42,9 @@ SMALL = 1024
 """Hidden units of a model that spends most of a step between launches."""
 IN_FLIGHT = 4
 """Stages asked for at once: more keep memory busier, and what blocks wait for stands in the same queues."""
-PACE = 1250
-"""Cycles from a stage of a whole chunk to the next, of such a model: 11.5 bytes a cycle, of 17 that an H200's memory has for a
-multiprocessor."""
+PACE, PACED_BLOCKS = 1250, 132
+"""Cycles from a stage of a whole chunk to the next, of such a model, and of how many blocks: those of an H200 ask for 3 of the
+4.4 TB/s that its memory has. Fewer ask oftener."""
 MOST_MEETING = 8
 """Blocks whose sums one adds up."""
 SHARED_MEMORY = 227 * 1024 - 1024
@@ -210,7 +210,8 @@ def macros(shape: Shape, halves: int, blocks: int, has_ahead: bool = False) -> d
     stages = next(n for n in range(MOST_STAGES, 0, -1) if shared_bytes(shape, halves, n, has_ahead) <= SHARED_MEMORY)
     names = {"hidden": "E", "heads": "H", "kv_heads": "KV", "head_dim": "D", "vocab": "VOCAB"}
     sizes = {names.get(name, name.upper()): int(size) for name, size in asdict(shape).items()}
-    sizes |= {"IN_FLIGHT": IN_FLIGHT, "PACE": PACE if shape.hidden <= SMALL else 0, "DOWN_PARTS": down_parts(shape, blocks)}
+    pace = PACE * blocks // PACED_BLOCKS if shape.hidden <= SMALL else 0
+    sizes |= {"IN_FLIGHT": IN_FLIGHT, "PACE": pace, "DOWN_PARTS": down_parts(shape, blocks)}
     return sizes | {"HALVES": halves, "STAGES": stages, "BLOCKS": blocks, "AHEAD": int(has_ahead)}
 
 
