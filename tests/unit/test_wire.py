@@ -143,17 +143,21 @@ def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Conn
     ours, theirs = ends
     ours._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # so that the system keeps little of it
     theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-    size, taken = 8 << 20, 0
+    size, limit_s, taken, pause_s = 8 << 20, 1.5, 0, 0.0
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], 1.5)
-        began = time.monotonic()
+        sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], limit_s)
+        began = last = time.monotonic()
         while taken < size and not has_failed(sending):
             time.sleep(0.01)
-            due = int(size * (time.monotonic() - began) / 1.8) - taken  # so many bytes a second that all of it takes 1.8
+            now = time.monotonic()
+            pause_s, last = max(pause_s, now - last), now
+            due = int(size * (now - began) / (1.2 * limit_s)) - taken  # so many bytes a second that all of it takes longer
             with suppress(BlockingIOError):
                 taken += len(theirs._sock.recv(max(1, due)))
+        if has_failed(sending) and pause_s > limit_s / 2:
+            pytest.skip(f"this machine let nothing run for {pause_s:.1f} s")
         sending.result()
-    assert time.monotonic() - began > 1.5, "it took longer than the limit of a pause"
+    assert time.monotonic() - began > limit_s, "it took longer than the limit of a pause"
 
 
 def test_who_takes_nothing_is_noticed_after_the_time_limit(ends: tuple[Connection, Connection]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from support.standing import standing
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
+from redline.engine import session as session_module
 from redline.errors import EngineError, TornWeightsError
 from redline.models.files.hf import load_decoder
-from redline.telemetry import Recorder, recording
+from redline.telemetry import Recorder, recording, span
 from redline.types import (
     Completion,
     Delta,
@@ -531,13 +533,26 @@ def test_nothing_more_comes_of_a_request_that_was_aborted(session: EngineSession
     assert pieces.whole == pieces.errors == {}
 
 
-def test_the_stepping_thread_waits_in_the_span_that_its_holder_names(native: NativeEngine) -> None:
+def test_the_stepping_thread_waits_in_the_span_that_its_holder_names(
+    native: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An evaluation is no wait for weights."""
+    begun = {"wait.for_evaluation": threading.Event(), "wait.for_weights": threading.Event()}
+
+    def noticed(name: str) -> AbstractContextManager[None]:
+        if name in begun and threading.current_thread().name == "redline-engine":
+            begun[name].set()
+        return span(name)
+
+    monkeypatch.setattr(session_module, "span", noticed)
     with recording(Recorder()) as recorder, EngineSession(native) as session:
         with session.held("wait.for_evaluation"), session.held():
             session.generate([ask(5, 3)])
+            assert begun["wait.for_evaluation"].wait(60)
         session.apply(WeightUpdate(3, (), 0))
-        session.generate([ask(5, 3)])
+        with session.held():
+            session.generate([ask(5, 3)])
+            assert begun["wait.for_weights"].wait(60)
         lane = recorder.ledger().lanes["redline-engine"]
     waited = [span.name for span in recorder.drain() if span.lane == "redline-engine" and span.name.startswith("wait.")]
     names = list(dict.fromkeys(name for name in waited if name != "wait.for_requests"))
