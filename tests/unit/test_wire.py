@@ -113,11 +113,11 @@ def test_a_frame_that_goes_on_may_take_longer_than_the_wait_for_it_and_than_any_
     ends: tuple[Connection, Connection],
 ) -> None:
     ours, theirs = ends
-    theirs.stall_s = 0.9
+    theirs.stall_s = 2.4  # longer than a busy machine lets nothing run
     ours._sock.setblocking(True)
     ours._sock.sendall(FRAME[:1])
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(in_parts, ours._sock, FRAME[1:], parts=8, pause_s=0.13)
+        sending = pool.submit(in_parts, ours._sock, FRAME[1:], parts=8, pause_s=0.33)
         assert bytes(theirs.receive(0.1).buffers[0]) == bytes(40)
         sending.result()
     ours._sock.setblocking(False)
@@ -143,7 +143,7 @@ def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Conn
     ours, theirs = ends
     ours._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # so that the system keeps little of it
     theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-    size, limit_s, taken, pause_s = 8 << 20, 1.5, 0, 0.0
+    size, limit_s, taken, pause_s = 8 << 20, 2.4, 0, 0.0
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], limit_s)
         began = last = time.monotonic()
