@@ -67,11 +67,5 @@ __device__ __forceinline__ void begin_ring(u32 full, u32 empty, int stages, int 
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
 }
 
-// Barriers by which each group of warps but the first is told to begin.
-constexpr int GO_BYTES = 16;
-__device__ __forceinline__ void begin_groups(u32 go, int groups) {
-    for (int group = 1; group < groups; group++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(go + 8 * (group - 1)));
-}
-
 // Rows of a stage, as tensor cores want to be told of them: swizzled lines, eight of them 1,024 bytes apart.
 __device__ __forceinline__ u64 operand(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }

@@ -10,8 +10,6 @@ LINE_BYTES = 128
 INNER = LINE_BYTES // 2
 """Of K, in a stage of bfloat16."""
 BARRIER_BYTES = 16
-GO_BYTES = 16
-"""Of `begin_groups`."""
 SHARED_MEMORY = 227 * 1024
 INSTRUCTIONS = {2: ("k16.f32.bf16.bf16", "1, 1, 1, 0, 0"), 1: ("k32.f32.e4m3.e4m3", "1, 1, 1")}
 """By the bytes of a number: of K and of which types, and what is added, negated and transposed; numbers of 8 bits never are the

@@ -18,7 +18,8 @@ constexpr int BOXES = GATED ? 2 : SHARED;  // in which weights come
 constexpr int BOX = WIDTH / BOXES;
 constexpr int PITCH = 2 * COLUMNS + 16;  // bytes of a row on its way out: padded, so that few lanes meet in a bank
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int SCALING = 96;  // threads
+constexpr int SCALING = 96;   // threads
+constexpr int GO_BYTES = 16;  // barriers of the second group and the third
 static_assert(BOX % 8 == 0 && BOX * BOXES == WIDTH && BOXES % SHARED == 0, "a box begins where the swizzle's pattern does");
 static_assert(STAGES > 1, "a stage is given back one turn after it was read");
 static_assert(STAGES * STAGE >= ROWS / TALL * PITCH, "results leave through the ring");
@@ -172,7 +173,8 @@ void normed(const __grid_constant__ Arguments a) {
     float* scales = (float*)(room + STAGES * (STAGE + 16) + GO_BYTES);
     const int turns = (a.inner + INNER - 1) / INNER;
     if (threadIdx.x == 0) {
-        begin_groups(ring.go, GROUPS);
+        for (int group = 1; group < GROUPS; group++)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(ring.go + 8 * (group - 1)));
         begin_ring(ring.full, ring.empty, STAGES, GROUPS * SHARED);
     }
     __syncwarp();

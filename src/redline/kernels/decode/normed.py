@@ -21,11 +21,13 @@ from torch import Tensor
 
 from redline.kernels import nvrtc
 from redline.kernels.decode import gated, hopper
-from redline.kernels.decode.hopper import BARRIER_BYTES, GO_BYTES, INNER, LINE_BYTES, SHARED_MEMORY
+from redline.kernels.decode.hopper import BARRIER_BYTES, INNER, LINE_BYTES, SHARED_MEMORY
 from redline.kernels.decode.residual import CLOCK, L2_BYTES_PER_S, PLACED, START_S, Stream
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_STAGES = 8
+GO_BYTES = 16
+"""Barriers by which warpgroups but the first are told to begin."""
 LEAD = 2
 """Turns, of high tiles of gate and up: 1.7% of a step of 512 rows by a few runs. Lower tiles are no faster by it."""
 BLOCK_BYTES_PER_CLOCK = 45.0

@@ -213,8 +213,8 @@ struct Ring {
     }
 };
 
-// A ring that fills up evenly, and not as soon as it is empty, leaves way for the words that others wait for: they come from the
-// L2 as weights do, which ask for twice what they need of memory if they may.
+// A ring that fills up evenly, and not as soon as there is room, leaves way for the words that others wait for: they come the same
+// way as weights do.
 __device__ __forceinline__ void keep_pace(u32 cycles) {
     const u32 now = (u32)clock(), left = cycles - now % cycles;
     while ((u32)clock() - now < left) {}

@@ -245,9 +245,8 @@ def add_product(
     assert gain_E.shape == (E,)
     assert gain_E.is_contiguous()
     assert len(weight_EK) == E
-    _launch(
-        cut, y_BK, weight_EK, bias_E, out.x_BE, stream=x_BE, gain=gain_E, scaled=out.scaled_BE, squares=out.squares_BP
-    )  # fmt: skip
+    sum_BE, scaled_BE, squares_BP = out
+    _launch(cut, y_BK, weight_EK, bias_E, sum_BE, stream=x_BE, gain=gain_E, scaled=scaled_BE, squares=squares_BP)
     return out
 
 
