@@ -158,6 +158,16 @@ def test_long_contexts_are_cut_into_parts_that_meet(network: Network, rows: int,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 16, 32])
+def test_long_contexts_are_the_same_again(network: Network, rows: int) -> None:
+    """More tiles than the ring has stages, which come in any order: nobody takes one for another."""
+    tokens, positions, lines = places(network, rows, 8000)
+    once = network.step.logits(tokens, positions, lines, network.table).clone()
+    differ = sum(not torch.equal(network.step.logits(tokens, positions, lines, network.table), once) for _ in range(300))
+    assert differ == 0
+
+
+@pytest.mark.gpu
 def test_a_row_is_the_same_with_any_others_and_again(network: Network) -> None:
     tokens, positions, lines = places(network, 32, 1500)
     together = network.step.logits(tokens, positions, lines, network.table).clone()

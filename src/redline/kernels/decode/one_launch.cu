@@ -1,8 +1,8 @@
 // A decode step of few rows, from the tokens to the logits, in one launch. `one_launch.py` says for what, and launches it.
 //
-// Every multiprocessor runs one block. Its last warp does nothing but ask for weights, in the order in which the others will
-// need them, into a ring of stages in shared memory: it never waits for a result, so memory is busy while the others do.
-// The other warps walk through the network phase by phase, each block with its share of every phase:
+// Every multiprocessor runs one block. Its last warp does nothing but ask for weights and for what is cached of earlier tokens, in
+// the order in which the others will need them, into a ring of stages in shared memory: it never waits for a result, so memory
+// is busy while the others do. The other warps walk through the network phase by phase, each block with its share of every phase:
 //
 //     qkv | attention | o | gate, up, silu | down | the next layer ... | head
 //
@@ -14,9 +14,9 @@
 // half of the blocks each, and a product with a long K is cut along it, so that a block needs a part of the activations only; its
 // sums then meet those of a few others.
 //
-// A stage holds 8 rows of a weight and at most 896 of its columns. The warps share K among them: a warp multiplies its columns
-// of the stage by those of the activations, which it holds in registers, and at the end of a batch of tiles their sums meet in
-// shared memory, in the order of the warps. So a result depends on nothing but its row.
+// A stage holds 8 rows of a weight and at most 896 of its columns, or a tile of keys and values. Of a weight the warps share K: a
+// warp multiplies its columns of the stage by those of the activations, which it holds in registers, and at the end of a batch of
+// tiles their sums meet in shared memory, in the order of the warps. So a result depends on nothing but its row.
 //
 // Sizes come as macros: E hidden, H heads, KV key/value heads, D of a head, INNER, VOCAB, PAGE, HALVES (of 8 rows: 1, 2 or 4),
 // STAGES, IN_FLIGHT (of them, asked for at once: enough to keep memory busy), PACE (cycles from one to the next, but for the
@@ -44,10 +44,12 @@ typedef unsigned long long u64;
 #define SET (ROWS * ((H + 2 * KV) * D + H * D + INNER + 2 * E))
 #define COPIES 2            // of all sets: half of the blocks ask in each
 #define COPY ((u64)(SETS + 2) * SET)
-#define PART (G * (D + 2))
+#define PART (G * D / 2)    // pairs of columns
 #define WATCH_FROM 3           // rows from which on one warp waits for a block: of fewer all may ask, it is little
 #define PAIRS (HALVES < 4)     // two tiles of weights at a time, where there are registers for them
 #define MOST_TURNS (1u << 26)  // of waiting, a minute or so: then an error instead of a hang
+
+struct alignas(64) Map { u64 words[16]; };  // CUtensorMap
 
 struct Layer {
     const u16 *attn_norm, *qkv, *qkv_bias, *o, *o_bias, *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias, *q_norm, *k_norm;
@@ -56,11 +58,12 @@ struct Layer {
 
 struct Arguments {
     const Layer* layers;
+    const Map* caches;  // of each layer's keys and values, [pages * KV * PAGE, D]
     const u16 *embed, *norm, *head, *rotary;
     const long long *tokens, *positions, *ahead;  // `ahead` is null without AHEAD
     const int *lines, *table;
     u16 *sets, *logits;
-    float* parts;    // [2][ROWS][KV][MOST_PARTS][PART]
+    uint4* parts;    // [2][ROWS][KV][MOST_PARTS][PART]: two sums of weighted values, the largest score, the sum of weights
     float* partial;  // of the product down: [2][units][DOWN_PARTS][ROWS][8]
     int rows, table_stride, num_positions, most_parts;
     float eps, scale;
@@ -80,7 +83,6 @@ struct Shared {
     const u16* embedded[ROWS];
     uint4 angles[AHEAD ? 8 * HALVES : 1][D / 8];  // cos and sin of the unit's position, and of those ahead of it
     Unit unit;
-    int pages[WARPS][TOKENS / 16];  // of its first tile
 };
 
 // ── small things ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,6 +124,9 @@ __device__ __forceinline__ u32 fresh4(const void* from) {
     return v;
 }
 __device__ __forceinline__ void put4(void* to, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory"); }
+__device__ __forceinline__ void put16(void* to, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 __device__ __forceinline__ u32 awaited4(const void* from) {
     u32 v, turns = 0;
     while ((v = fresh4(from)) == ABSENT)
@@ -151,6 +156,13 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\nbra again;\nover:\n}"
         ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Of a stage.
+__device__ __forceinline__ uint4 staged16(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
 }
 
 // The same place in another copy of the sets.
@@ -211,6 +223,13 @@ struct Ring {
     __device__ __forceinline__ void next() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
+    __device__ __forceinline__ void skip(int count) {
+        stage += count;
+        while (stage >= STAGES) stage -= STAGES, parity ^= 1;
+    }
+    __device__ __forceinline__ u32 at() const { return stages + stage * STAGE; }
+    __device__ __forceinline__ u32 is_full() const { return full + 8 * stage; }
+    __device__ __forceinline__ u32 is_empty() const { return empty + 8 * stage; }
 };
 
 // A ring that fills up evenly, and not as soon as there is room, leaves way for the words that others wait for: they come the same
@@ -220,9 +239,31 @@ __device__ __forceinline__ void keep_pace(u32 cycles) {
     while ((u32)clock() - now < left) {}
 }
 
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// What the asking warp knows: the stage that is next, and which are on their way.
+struct Asker {
+    Ring ring, arriving;
+    int coming;
+
+    // A stage is free, and no more than IN_FLIGHT come at once: what the others wait for stands in the same queues.
+    __device__ __forceinline__ void find_room() {
+        wait(ring.is_empty(), ring.parity ^ 1);
+        if (++coming > IN_FLIGHT) {
+            wait(arriving.is_full(), arriving.parity);
+            arriving.next();
+        }
+    }
+    // Nobody looks any more when those arrive that were asked for.
+    __device__ __forceinline__ void forget() { arriving = ring, coming = 0; }
+};
+
 // The asking warp's part of a product.
 template <class P, int K, int N, bool PACED = true>
-__device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, const u16* weight) {
+__device__ __forceinline__ void ask(Asker& asker, const u16* weight) {
+    Ring& ring = asker.ring;
     int lane = threadIdx.x % 32;
     u64 once;  // a weight is read once in a step: what the L2 has of other things is not to leave for it
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
@@ -236,25 +277,19 @@ __device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, cons
                 if (unit >= P::end()) break;
 #pragma unroll 1
                 for (int side = 0; side < P::sides; side++) {
-                    u32 full = ring.full + 8 * ring.stage, bytes = P::blocks_of(chunk) * 64;
-                    int row = P::weight_row(unit, side), rows = N - row < 8 ? N - row : 8;
-                    wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
-                    // No more at once than keeps memory busy: what the others wait for stands in the same queues.
-                    if (++asked > IN_FLIGHT) {
-                        wait(arriving.full + 8 * arriving.stage, arriving.parity);
-                        arriving.next();
-                    }
+                    const u32 bytes = P::blocks_of(chunk) * 64;
+                    const int row = P::weight_row(unit, side), rows = N - row < 8 ? N - row : 8;
+                    asker.find_room();
                     if (PACE && PACED) keep_pace(PACE * P::chunk_blocks / CHUNK_BLOCKS);
-                    if (lane == 0)
-                        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes * rows) : "memory");
+                    if (lane == 0) expect(ring.is_full(), bytes * rows);
                     __syncwarp();
                     if (lane < rows) {
                         const u16* from = weight + (u64)(row + lane) * K + chunk * P::chunk_blocks * 32;
-                        u32 to = ring.stages + ring.stage * STAGE + lane * PITCH;
+                        u32 to = ring.at() + lane * PITCH;
                         asm volatile(
                             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
                             " [%0], [%1], %2, [%3], %4;"
-                            ::"r"(to), "l"(from), "r"(bytes), "r"(full), "l"(once) : "memory");
+                            ::"r"(to), "l"(from), "r"(bytes), "r"(ring.is_full()), "l"(once) : "memory");
                     }
                     ring.next();
                 }
@@ -428,17 +463,14 @@ __device__ __forceinline__ void multiplied(Ring& ring, const uint4 (&held)[P::pe
     float part[COUNT][SIXTEENS][2][4] = {};
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
-        wait(ring.full + 8 * ring.stage, ring.parity);
-        u32 at = ring.stages + ring.stage * STAGE + g * PITCH + t * 16 + warp * 64;
+        wait(ring.is_full(), ring.parity);
+        u32 at = ring.at() + g * PITCH + t * 16 + warp * 64;
 #pragma unroll
         for (int i = 0; i < P::per_warp; i++) {
             w[j][i] = make_uint4(0, 0, 0, 0);
-            if (warp + WARPS * i < blocks)
-                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(w[j][i].x), "=r"(w[j][i].y), "=r"(w[j][i].z), "=r"(w[j][i].w)
-                             : "r"(at + i * WARPS * 64) : "memory");
+            if (warp + WARPS * i < blocks) w[j][i] = staged16(at + i * WARPS * 64);
         }
-        empty[j] = ring.empty + 8 * ring.stage;
+        empty[j] = ring.is_empty();
         ring.next();
     }
 #pragma unroll
@@ -636,16 +668,29 @@ __device__ __forceinline__ void work(
 // ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 //
 // A warp takes a tile of tokens at a time, of one row and key/value head: scores of its G heads by tensor cores, then their
-// weights times the values. Keys and values of earlier tokens do not depend on this step, so the first of them are asked for
-// before anything is waited for, and those of the next tile as soon as there are registers for them. Where a row's context is cut
-// into parts, the block of the first one merges them.
+// weights times the values. Keys and values of earlier tokens do not depend on this step, so they come as weights do, a tile to a
+// stage of the ring between the products' own, and what of a context the ring has room for is there before anything is waited for.
+// Where a row's context is cut into parts, the block of the first one merges them.
 
 #define D_BLOCKS (D / 32)
 #define PAGED (TOKENS / 16)  // runs of 16 tokens, each in one page
+#define RUNS (PAGE % TOKENS ? PAGED : 1)  // that a tile is copied in: all of it is in one page, if it can be
+#define LINES (D / 64)                    // of a token's keys: 128 bytes each, swizzled by the copy engine
+#define HALF_TILE (TOKENS * D * 2)        // bytes: a stage has first the keys of a tile, [line][token], then its values
+#define TILE_COPIES (2 * LINES * RUNS)
+static_assert(2 * HALF_TILE <= STAGE, "a stage takes a tile");
+static_assert(STAGE % 128 == 0, "the copy engine's lines");
+
+// Tokens are the columns of scores and the K of weighted values in such an order that no two lanes ask one bank of shared memory for
+// two things: of eight the 0th, 4th, 5th, 1st, 2nd, 6th, 7th, 3rd.
+__device__ __forceinline__ int in_order(int column) { return column / 2 ^ (column % 2 ^ column / 2 % 2) * 4; }
+__device__ __forceinline__ int key_token(int n) { return 8 * n + in_order(threadIdx.x % 32 / 4); }
+__device__ __forceinline__ int value_token(int k, int i) { return 16 * k + 8 * (i / 2) + in_order(threadIdx.x % 4 * 2 + i % 2); }
+__device__ __forceinline__ int score_token(int n, int i) { return value_token(n / 2, n % 2 * 2 + i); }
 
 struct Cached {
-    uint4 keys[TOKENS / 8][D_BLOCKS];  // of token 8 n + g: columns 32 b + 8 t
-    uint4 values[PAGED][4][D / 64];    // of tokens 16 k + {2t, 2t + 1, 2t + 8, 2t + 9}: columns (D / 8) g
+    uint4 keys[TOKENS / 8][D_BLOCKS];  // of key_token(n): columns 32 b + 8 t
+    uint4 values[PAGED][4][D / 64];    // of value_token(k, i): columns (D / 8) g + 8 p
 };
 
 __device__ __forceinline__ Unit unit_of(const Arguments& a, int index) {
@@ -671,9 +716,8 @@ __device__ __forceinline__ int page_of(const Arguments& a, const Unit& u, int to
     return token <= u.position ? __ldg(a.table + (u64)u.line * a.table_stride + token / PAGE) : 0;
 }
 
-__device__ __forceinline__ u64 place(const Unit& u, int page, int token) {
-    return (((u64)page * KV + u.kv_head) * PAGE + token % PAGE) * D;
-}
+// The row of the cache that has a token.
+__device__ __forceinline__ int slot_of(const Unit& u, int page, int token) { return (page * KV + u.kv_head) * PAGE + token % PAGE; }
 
 // What every layer wants to know of the unit.
 __device__ __forceinline__ void prepare(Shared& shared, const Arguments& a, int index) {
@@ -687,55 +731,69 @@ __device__ __forceinline__ void prepare(Shared& shared, const Arguments& a, int 
             shared.angles[back][threadIdx.x] =
                 __ldg((const uint4*)(a.rotary + ((u64)half * a.num_positions + u.position - back) * (D / 2) + column));
     }
-    if (lane < PAGED) shared.pages[warp][lane] = page_of(a, u, (u.begin + warp) * TOKENS + lane * 16);
     meet_workers();
 }
 
-// Bring a tile nearer; `page` is that of the lane's token.
-__device__ __forceinline__ void fetch_tile(const Layer& layer, const Unit& u, int tile, int page) {
-    const int lane = threadIdx.x % 32, token = tile * TOKENS + lane;
-    if (lane >= TOKENS || token >= first_new(u)) return;
-    u64 at = place(u, page, token);
-#pragma unroll
-    for (int line = 0; line < D; line += 64) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.keys + at + line));
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.values + at + line));
+// The asking warp's part of the attention: what was in the cache before this step. A tile's last tokens may be none of these.
+__device__ __forceinline__ void ask_tiles(Asker& asker, const Arguments& a, const Map* cache, const Unit& u) {
+    constexpr int AT_ONCE = 32 / RUNS;  // tiles whose pages are looked up together, one by each lane
+    const int lane = threadIdx.x % 32, run = lane % RUNS, line = lane / RUNS % LINES, side = lane / (RUNS * LINES) % 2;
+    Ring& ring = asker.ring;
+#pragma unroll 1
+    for (int begin = u.begin; begin < u.end; begin += AT_ONCE) {
+        const int token = (begin + lane / RUNS) * TOKENS + run * (TOKENS / RUNS);
+        const int slot = slot_of(u, page_of(a, u, token), token);
+        const int end = begin + AT_ONCE < u.end ? begin + AT_ONCE : u.end;
+#pragma unroll 1
+        for (int tile = begin; tile < end; tile++) {
+            const int row = __shfl_sync(~0u, slot, (tile - begin) * RUNS + run);
+            wait(ring.is_empty(), ring.parity ^ 1);
+            if (lane == 0) expect(ring.is_full(), 2 * HALF_TILE);
+            if (lane < TILE_COPIES)
+                asm volatile(
+                    "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                    ::"r"(ring.at() + side * HALF_TILE + (line * TOKENS + run * (TOKENS / RUNS)) * 128), "l"(cache + side), "r"(64 * line),
+                    "r"(row), "r"(ring.is_full()) : "memory");
+            ring.next();
+        }
     }
+    if (u.begin < u.end) asker.forget();
 }
 
-// The unit's first tiles of a layer.
-__device__ __forceinline__ void fetch_first(Shared& shared, const Layer& layer) {
-    const int warp = threadIdx.x / 32, tile = shared.unit.begin + warp;
-    if (tile < shared.unit.end) fetch_tile(layer, shared.unit, tile, shared.pages[warp][threadIdx.x % TOKENS / 16]);
+// A barrier tells one phase from the next, and not from the one after: what was in this stage before may be a tile of another warp
+// that is still on its way, while later ones have come. So first that one has to be gone.
+static_assert(STAGES > WARPS, "a warp's next tile may be a whole ring ahead");
+__device__ __forceinline__ void await_tile(const Ring& ring) {
+    wait(ring.is_empty(), ring.parity ^ 1);
+    wait(ring.is_full(), ring.parity);
 }
 
-// Of a lane that knows the page of its token, all pages of a tile.
-__device__ __forceinline__ void places(u64 (&at)[PAGED], const Unit& u, int tile, int page) {
-#pragma unroll
-    for (int k = 0; k < PAGED; k++) at[k] = place(u, __shfl_sync(~0u, page, 16 * k), tile * TOKENS + 16 * k);
+// Eight columns of a token, from the keys or values of a stage.
+__device__ __forceinline__ uint4 of_token(u32 side, int token, int column) {
+    const u32 line = side + (column / 64 * TOKENS + token) * 128;
+    return staged16(line + ((column % 64 / 8 ^ line / 128 % 8) << 4));
 }
 
-__device__ __forceinline__ void read_keys(Cached& c, const Layer& layer, const u64 (&at)[PAGED]) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void read_keys(Cached& c, u32 stage) {
+    const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
-        for (int b = 0; b < D_BLOCKS; b++)
-            c.keys[n][b] = *(const uint4*)(layer.keys + at[n / 2] + (8 * (n % 2) + g) * D + 32 * b + 8 * t);
+        for (int b = 0; b < D_BLOCKS; b++) c.keys[n][b] = of_token(stage, key_token(n), 32 * b + 8 * t);
 }
 
-__device__ __forceinline__ void read_values(Cached& c, const Layer& layer, const Unit& u, int tile, const u64 (&at)[PAGED]) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void read_values(Cached& c, const Unit& u, int tile, u32 stage) {
+    const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int k = 0; k < PAGED; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int token = 2 * t + i % 2 + 8 * (i / 2);
-            bool inside = tile * TOKENS + 16 * k + token < first_new(u);
+            const int token = value_token(k, i);
+            const bool inside = tile * TOKENS + token < first_new(u);
 #pragma unroll
             for (int p = 0; p < D / 64; p++) {
                 // What lies beyond the end was never written; zeros keep a NaN there out of the products.
-                uint4 v = *(const uint4*)(layer.values + at[k] + token * D + g * (D / 8) + 8 * p);
+                const uint4 v = of_token(stage + HALF_TILE, token, g * (D / 8) + 8 * p);
                 c.values[k][i][p] = make_uint4(inside ? v.x : 0, inside ? v.y : 0, inside ? v.z : 0, inside ? v.w : 0);
             }
         }
@@ -788,7 +846,7 @@ __device__ __forceinline__ void take_ahead(
         bool missing = false;
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++) {
-            int back = back_of(8 * n + g);
+            int back = back_of(key_token(n));
 #pragma unroll
             for (int b = 0; b < D_BLOCKS; b++)
                 fresh16_if(back && (!turns || absent(c.keys[n][b])), c.keys[n][b], key_at - back * width + 32 * b);
@@ -797,7 +855,7 @@ __device__ __forceinline__ void take_ahead(
         for (int k = 0; k < PAGED; k++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                int back = back_of(16 * k + 2 * t + i % 2 + 8 * (i / 2));
+                int back = back_of(value_token(k, i));
 #pragma unroll
                 for (int p = 0; p < D / 64; p++)
                     fresh16_if(back && (!turns || absent(c.values[k][i][p])), c.values[k][i][p], value_at - back * width + 8 * p);
@@ -805,20 +863,20 @@ __device__ __forceinline__ void take_ahead(
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
-            for (int b = 0; b < D_BLOCKS; b++) missing |= back_of(8 * n + g) && absent(c.keys[n][b]);
+            for (int b = 0; b < D_BLOCKS; b++) missing |= back_of(key_token(n)) && absent(c.keys[n][b]);
 #pragma unroll
         for (int k = 0; k < PAGED; k++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
                 for (int p = 0; p < D / 64; p++)
-                    missing |= back_of(16 * k + 2 * t + i % 2 + 8 * (i / 2)) && absent(c.values[k][i][p]);
+                    missing |= back_of(value_token(k, i)) && absent(c.values[k][i][p]);
         if (!__any_sync(~0u, missing)) break;
         if (turns == MOST_TURNS) __trap();
     }
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; n++) {
-        const int back = back_of(8 * n + g);
+        const int back = back_of(key_token(n));
         uint4 key[D_BLOCKS];
 #pragma unroll
         for (int b = 0; b < D_BLOCKS; b++) key[b] = c.keys[n][b];
@@ -830,7 +888,7 @@ __device__ __forceinline__ void take_ahead(
 }
 
 __device__ __forceinline__ void attend(
-    Shared& shared, float* sums, const Arguments& a, const Layer& layer, int parity, const u16* heads, u16* attended) {
+    Ring& ring, Shared& shared, float* sums, const Arguments& a, const Layer& layer, int parity, const u16* heads, u16* attended) {
     const Unit u = shared.unit;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = u.begin + warp;
     const u16* own = heads + (u64)u.row * (H + 2 * KV) * D;
@@ -839,15 +897,14 @@ __device__ __forceinline__ void attend(
     uint4 query[D_BLOCKS], key[D_BLOCKS] = {}, value[D / 64] = {};
     const int last = u.position / TOKENS;
     const bool has_new = last < u.end && last >= first && (last - first) % WARPS == 0;
-    // A lane knows the pages of its token in the tiles to come.
-    auto page_at = [&](int i) { return first + i * WARPS < u.end ? page_of(a, u, (first + i * WARPS) * TOKENS + lane % TOKENS / 16 * 16) : 0; };
-    int after = page_at(1), later = page_at(2);
+    Ring mine = ring;  // at the stage of the warp's next tile
+    ring.skip(u.end - u.begin);
+    mine.skip(warp);
+    u32 empty = mine.is_empty();  // of the tile that it has
     Cached c;
-    u64 at[PAGED];
     if (first < u.end) {
-        places(at, u, first, shared.pages[warp][lane % TOKENS / 16]);
-        read_keys(c, layer, at), read_values(c, layer, u, first, at);
-        if (first + WARPS < u.end) fetch_tile(layer, u, first + WARPS, after);
+        await_tile(mine);
+        read_keys(c, mine.at()), read_values(c, u, first, mine.at());
     }
 #pragma unroll 1
     for (int i = 0; first + i * WARPS < u.end; i++) {
@@ -875,7 +932,7 @@ __device__ __forceinline__ void attend(
             rotated(query, shared.angles[0], a, layer.q_norm);
             if (has_new) {
                 rotated(key, shared.angles[0], a, layer.k_norm);
-                u64 slot = place(u, page_of(a, u, u.position), u.position);
+                u64 slot = (u64)slot_of(u, page_of(a, u, u.position), u.position) * D;
 #pragma unroll
                 for (int b = 0; b < D_BLOCKS; b++)
                     if (g == 0) *(uint4*)(layer.keys + slot + 32 * b + 8 * t) = key[b];
@@ -892,14 +949,14 @@ __device__ __forceinline__ void attend(
             for (int b = 0; b < D_BLOCKS; b++)
 #pragma unroll
                 for (int n = 0; n < TOKENS / 8; n++)
-                    if (8 * n + g == token) c.keys[n][b] = key[b];
+                    if (key_token(n) == token) c.keys[n][b] = key[b];
 #pragma unroll
             for (int p = 0; p < D / 64; p++)
 #pragma unroll
                 for (int k = 0; k < PAGED; k++)
 #pragma unroll
                     for (int i = 0; i < 4; i++)
-                        if (16 * k + 2 * t + i % 2 + 8 * (i / 2) == token) c.values[k][i][p] = value[p];
+                        if (value_token(k, i) == token) c.values[k][i][p] = value[p];
         }
         float score[TOKENS / 8][4] = {};
         float new_peak = peak;
@@ -912,14 +969,16 @@ __device__ __forceinline__ void attend(
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                bool seen = tile * TOKENS + 8 * n + 2 * t + i <= u.position;
+                bool seen = tile * TOKENS + score_token(n, i) <= u.position;
                 score[n][i] = seen ? score[n][i] * a.scale : -__int_as_float(0x7f800000);
                 new_peak = fmaxf(new_peak, score[n][i]);
             }
         }
-        places(at, u, next, after);
-        if (next < u.end) read_keys(c, layer, at);
-        if (next + WARPS < u.end) fetch_tile(layer, u, next + WARPS, later);
+        mine.skip(WARPS);
+        if (next < u.end) {
+            await_tile(mine);
+            read_keys(c, mine.at());
+        }
         new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 1));
         new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 2));
         float fade = power_of_2(peak - new_peak);
@@ -951,8 +1010,14 @@ __device__ __forceinline__ void attend(
                         __byte_perm(v2[i], v3[i], 0x5410), __byte_perm(v2[i], v3[i], 0x7632), first_eight, others);
             }
         }
-        if (next < u.end) read_values(c, layer, u, next, at);
-        after = later, later = page_at(i + 3);
+        // Only now: the sums are proof that keys and values have been read.
+#pragma unroll
+        for (int j = 0; j < D / 16; j++)
+            asm volatile("" : "+f"(sum[j][0]), "+f"(sum[j][1]), "+f"(sum[j][2]), "+f"(sum[j][3]) : : "memory");
+        __syncwarp();
+        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(empty), "n"(WARPS) : "memory");
+        empty = mine.is_empty();
+        if (next < u.end) read_values(c, u, next, mine.at());
     }
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
@@ -964,10 +1029,10 @@ __device__ __forceinline__ void attend(
             for (int j = 0; j < D / 16; j++)
                 *(float2*)(sums + (warp * G + 2 * t + i) * D + g * (D / 8) + 2 * j) = make_float2(sum[j][i], sum[j][i + 2]);
     meet_workers();
-    float* parts = a.parts + (((u64)parity * ROWS + u.row) * KV + u.kv_head) * MOST_PARTS * PART;
+    uint4* parts = a.parts + (((u64)parity * ROWS + u.row) * KV + u.kv_head) * MOST_PARTS * PART;
     u16* out = attended + ((u64)u.row * H + u.kv_head * G) * D;
 #pragma unroll 1
-    for (int pair = threadIdx.x; pair < G * D / 2; pair += WORKERS) {
+    for (int pair = threadIdx.x; pair < PART; pair += WORKERS) {
         int head = 2 * pair / D, column = 2 * pair % D;
         float most = -__int_as_float(0x7f800000), all = 0;
         float2 merged = make_float2(0, 0);
@@ -983,49 +1048,43 @@ __device__ __forceinline__ void attend(
             }
         if (u.part) {
             // Each pair of columns brings its own peak and total along: whoever has the words has all it needs.
-            u32* part = (u32*)parts + u.part * PART;
-            put4(part + head * D + column, __float_as_uint(merged.x)), put4(part + head * D + column + 1, __float_as_uint(merged.y));
-            if (column == 0) put4(part + G * D + 2 * head, __float_as_uint(most)), put4(part + G * D + 2 * head + 1, __float_as_uint(all));
+            put16(parts + u.part * PART + pair, make_uint4(__float_as_uint(merged.x), __float_as_uint(merged.y), __float_as_uint(most), __float_as_uint(all)));
             continue;
         }
-        // Four parts at a time, so that their words are asked for together.
-#pragma unroll 1
-        for (int begin = 1; begin < u.parts; begin += 4) {
-            u32 words[4][4];
-            for (u32 turns = 0;; turns++) {
-                bool missing = false;
+        // All parts are asked for together: it is a long way.
+        uint4 others[MOST_PARTS];
 #pragma unroll
-                for (int p = 0; p < 4; p++) {
-                    const u32* part = (const u32*)parts + (begin + p) * PART;
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        words[p][i] = begin + p < u.parts ? fresh4(part + (i < 2 ? head * D + column + i : G * D + 2 * head + i - 2)) : 0;
-                }
-#pragma unroll
-                for (int p = 0; p < 4; p++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) missing |= words[p][i] == ABSENT;
-                if (!missing) break;
-                if (turns == MOST_TURNS) __trap();
-            }
-#pragma unroll
-            for (int p = 0; p < 4; p++)
-                if (begin + p < u.parts) {
-                    float other = __uint_as_float(words[p][2]), of_both = fmaxf(most, other);
-                    float fade = power_of_2(most - of_both), weight = power_of_2(other - of_both);
-                    all = all * fade + __uint_as_float(words[p][3]) * weight;
-                    merged.x = merged.x * fade + __uint_as_float(words[p][0]) * weight;
-                    merged.y = merged.y * fade + __uint_as_float(words[p][1]) * weight;
-                    most = of_both;
-                }
+        for (int part = 1; part < MOST_PARTS; part++) {
+            others[part] = make_uint4(0, 0, 0, 0);
+            fresh16_if(part < u.parts, others[part], parts + part * PART + pair);
         }
+        for (u32 turns = 0;; turns++) {
+            bool missing = false;
+#pragma unroll
+            for (int part = 1; part < MOST_PARTS; part++) missing |= absent(others[part]);
+            if (!missing) break;
+            if (turns == MOST_TURNS) __trap();
+#pragma unroll
+            for (int part = 1; part < MOST_PARTS; part++) refresh16(others[part], parts + part * PART + pair);
+        }
+#pragma unroll
+        for (int part = 1; part < MOST_PARTS; part++)
+            if (part < u.parts) {
+                float other = __uint_as_float(others[part].z), of_both = fmaxf(most, other);
+                float fade = power_of_2(most - of_both), weight = power_of_2(other - of_both);
+                all = all * fade + __uint_as_float(others[part].w) * weight;
+                merged.x = merged.x * fade + __uint_as_float(others[part].x) * weight;
+                merged.y = merged.y * fade + __uint_as_float(others[part].y) * weight;
+                most = of_both;
+            }
         float divisor = all > 0 ? all : 1;  // a row that is not live gets zeros
         give4(out + head * D + column, packed(merged.x / divisor, merged.y / divisor));
     }
     meet_workers();
     if (u.part == 0)
 #pragma unroll 1
-        for (int word = PART + threadIdx.x; word < u.parts * PART; word += WORKERS) put4(parts + word, ABSENT);
+        for (int pair = PART + threadIdx.x; pair < u.parts * PART; pair += WORKERS)
+            put16(parts + pair, make_uint4(ABSENT, ABSENT, ABSENT, ABSENT));
 }
 
 // ── the step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1065,27 +1124,26 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
     }
     __syncthreads();
     Ring ring = {address(memory), address(shared.full), address(shared.empty), 0, 0};
+    const int units = a.rows * KV * a.most_parts;  // of the attention: usually a block has one, or none
 
     if (threadIdx.x >= WORKERS) {
-        Ring arriving = ring;
-        int asked = 0;
+        Asker asker = {ring, ring, 0};
 #pragma unroll 1
         for (int index = 0; index < LAYERS; index++) {
             const Layer& layer = shared.layers[index];
-            ask<Qkv, E, (H + 2 * KV) * D>(ring, arriving, asked, layer.qkv);
-            ask<Attended, H * D, E>(ring, arriving, asked, layer.o);
-            ask<GateUp, E, 2 * INNER>(ring, arriving, asked, layer.gate_up);
-            ask<Down, INNER, E>(ring, arriving, asked, layer.down);
+            ask<Qkv, E, (H + 2 * KV) * D>(asker, layer.qkv);
+#pragma unroll 1
+            for (int unit = blockIdx.x; unit < units; unit += BLOCKS) ask_tiles(asker, a, a.caches + 2 * index, unit_of(a, unit));
+            ask<Attended, H * D, E>(asker, layer.o);
+            ask<GateUp, E, 2 * INNER>(asker, layer.gate_up);
+            ask<Down, INNER, E>(asker, layer.down);
         }
-        ask<Head, E, VOCAB, false>(ring, arriving, asked, a.head);
+        ask<Head, E, VOCAB, false>(asker, a.head);
         return;
     }
 
-    // Usually a block has one share in the attention, or none.
-    const int units = a.rows * KV * a.most_parts;
     if (blockIdx.x < units) prepare(shared, a, blockIdx.x);
     const bool attends = blockIdx.x < units && shared.unit.part < shared.unit.parts;
-    if (attends) fetch_first(shared, shared.layers[0]);
     auto forget = [&](int layer) {
         // All are through with it, since all of the next layer is there. (Of the last two layers: in the next launch, which does
         // not know how many rows they had.)
@@ -1111,15 +1169,12 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
 #pragma unroll 1
             for (int next = blockIdx.x; next < units; next += BLOCKS) {
                 if (units > BLOCKS) prepare(shared, a, next);
-                if (shared.unit.part < shared.unit.parts) attend(shared, sums, a, layer, index % 2, here.heads, here.attended);
+                if (shared.unit.part < shared.unit.parts) attend(ring, shared, sums, a, layer, index % 2, here.heads, here.attended);
             }
         } else
             forget(index - 2);  // while it waits for those that attend
         work<Attended, H * D, E, RESIDUAL, false, true>(ring, shared, sums, a, here.attended, 0, layer.o_bias, x, here.middle);
-        if (attends) {
-            forget(index - 2);
-            if (index + 1 < LAYERS) fetch_first(shared, shared.layers[index + 1]);
-        }
+        if (attends) forget(index - 2);
         work<GateUp, E, 2 * INNER, GATED, true>(
             ring, shared, sums, a, here.middle, layer.mlp_norm, layer.gate_up_bias, 0, here.inner);
         work<Down, INNER, E, RESIDUAL, false>(

@@ -35,6 +35,8 @@ CHUNK = 32 * 28
 """Columns of a weight that go into a stage."""
 STAGE_BYTES = 8 * (2 * CHUNK + 64)
 MOST_TILES = 10
+TILE_TOKENS = {64: 32, 128: 16}
+"""Cached tokens of a tile, by head size."""
 MOST_STAGES = 14
 SETS = 4
 COPIES = 2
@@ -93,7 +95,7 @@ class LayerTensors(NamedTuple):
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "embed", "norm", "head", "rotary", "tokens", "positions", "ahead")),
+        *((name, c_void_p) for name in ("layers", "caches", "embed", "norm", "head", "rotary", "tokens", "positions", "ahead")),
         *((name, c_void_p) for name in ("lines", "table", "sets", "logits", "parts", "partial")),
         *((name, c_int) for name in ("rows", "table_stride", "num_positions", "most_parts")),
         *((name, c_float) for name in ("eps", "scale")),
@@ -119,7 +121,7 @@ def serves(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     return (
         dtype is torch.bfloat16
         and shape.head_dim in (64, 128)
-        and shape.page >= 16
+        and shape.page % 16 == 0
         and shape.grouped <= MOST_GROUPED
         and all(size % 32 == 0 for size in (shape.hidden, shape.inner, shape.heads * shape.head_dim))
         and shape.vocab % 8 == 0
@@ -150,11 +152,12 @@ class OneLaunch:
         self._kept = (layers, embed, norm, head, rotary)
         pointers = [[address(tensor) for tensor in layer] for layer in layers]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(device)
+        self._caches = torch.tensor([cache_map(shape, c) for layer in layers for c in (layer.keys, layer.values)]).to(device)
         heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         width = heads + shape.heads * shape.head_dim + shape.inner + 2 * shape.hidden
         self._sets = torch.full((COPIES * (SETS + 2) * MOST_ROWS * width // 2,), ABSENT, dtype=torch.int32, device=device)
-        parts = 2 * MOST_ROWS * shape.kv_heads * MOST_PARTS * shape.grouped * (shape.head_dim + 2)
-        self._parts = torch.full((parts,), ABSENT, dtype=torch.int32, device=device)
+        pairs = 2 * MOST_ROWS * shape.kv_heads * MOST_PARTS * shape.grouped * shape.head_dim // 2
+        self._parts = torch.full((4 * pairs,), ABSENT, dtype=torch.int32, device=device)
         partial = 2 * MOST_ROWS * 8 * math.ceil(shape.hidden / 8) * down_parts(shape, self._blocks)
         self._partial = torch.full((partial,), ABSENT, dtype=torch.int32, device=device)
         self._logits = torch.empty(MOST_ROWS, shape.vocab, dtype=embed.dtype, device=device)
@@ -174,7 +177,7 @@ class OneLaunch:
         _, embed, norm, head, rotary = self._kept
         halves = halves_of(B)
         kernel = _kernel(shape, halves, self._blocks, self._device.index or 0, ahead_B is not None)
-        inputs = (self._layers, embed, norm, head, rotary, tokens_B, positions_B, ahead_B, lines_B, table_RM)
+        inputs = (self._layers, self._caches, embed, norm, head, rotary, tokens_B, positions_B, ahead_B, lines_B, table_RM)
         parts = max(1, min(MOST_PARTS, self._blocks // (B * shape.kv_heads)))
         kernel.launch(
             self._blocks,
@@ -186,6 +189,13 @@ class OneLaunch:
             self._device.index or 0,
         )  # fmt: skip
         return self._logits[:B]
+
+
+def cache_map(shape: Shape, cache: Tensor) -> list[int]:
+    """How the copy engine sees a layer's keys or values: a tile of tokens at a time where a page has whole ones."""
+    tile = TILE_TOKENS[shape.head_dim]
+    words = nvrtc.tensor_map(cache.view(-1, shape.head_dim), (tile if shape.page % tile == 0 else 16, 64))
+    return [ctypes.c_int64(word).value for word in words]
 
 
 def halves_of(rows: int) -> int:
@@ -229,6 +239,6 @@ def shared_bytes(shape: Shape, halves: int, stages: int, has_ahead: bool = False
     """The ring, what the blocks' threads share, and the warps' sums."""
     pointers = shape.layers * len(LayerTensors._fields) + MOST_ROWS
     angles, unit = (8 * halves if has_ahead else 1) * 2 * shape.head_dim, 9 * 4
-    small = stages * 16 + pointers * 8 + WARPS * (8 * halves + 16 + 2) * 4 + angles + unit
+    small = stages * 16 + pointers * 8 + WARPS * (8 * halves + 16) * 4 + angles + unit
     sums = WARPS * max(MOST_TILES * 8 * halves * 8, shape.grouped * shape.head_dim) * 4
     return stages * STAGE_BYTES + -(-(small + 16) // 128) * 128 + sums
