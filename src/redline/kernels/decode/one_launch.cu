@@ -678,20 +678,15 @@ __device__ __forceinline__ void work(
 #define LINES (D / 64)                    // of a token's keys: 128 bytes each, swizzled by the copy engine
 #define HALF_TILE (TOKENS * D * 2)        // bytes: a stage has first the keys of a tile, [line][token], then its values
 #define TILE_COPIES (2 * LINES * RUNS)
-static_assert(2 * HALF_TILE <= STAGE, "a stage takes a tile");
-static_assert(STAGE % 128 == 0, "the copy engine's lines");
+static_assert(2 * HALF_TILE + 1023 <= STAGE, "a stage takes a tile, which begins where the pattern of swizzled lines does");
 
 // Tokens are the columns of scores and the K of weighted values in such an order that no two lanes ask one bank of shared memory for
 // two things: of eight the 0th, 4th, 5th, 1st, 2nd, 6th, 7th, 3rd.
 __device__ __forceinline__ int in_order(int column) { return column / 2 ^ (column % 2 ^ column / 2 % 2) * 4; }
 __device__ __forceinline__ int key_token(int n) { return 8 * n + in_order(threadIdx.x % 32 / 4); }
-__device__ __forceinline__ int value_token(int k, int i) { return 16 * k + 8 * (i / 2) + in_order(threadIdx.x % 4 * 2 + i % 2); }
-__device__ __forceinline__ int score_token(int n, int i) { return value_token(n / 2, n % 2 * 2 + i); }
+__device__ __forceinline__ int score_token(int n, int i) { return 8 * n + in_order(threadIdx.x % 4 * 2 + i); }
 
-struct Cached {
-    uint4 keys[TOKENS / 8][D_BLOCKS];  // of key_token(n): columns 32 b + 8 t
-    uint4 values[PAGED][4][D / 64];    // of value_token(k, i): columns (D / 8) g + 8 p
-};
+typedef uint4 Keys[TOKENS / 8][D_BLOCKS];  // of key_token(n): columns 32 b + 8 t
 
 __device__ __forceinline__ Unit unit_of(const Arguments& a, int index) {
     Unit u;
@@ -734,6 +729,8 @@ __device__ __forceinline__ void prepare(Shared& shared, const Arguments& a, int 
     meet_workers();
 }
 
+__device__ __forceinline__ u32 tile_at(const Ring& ring) { return (ring.at() + 1023) & ~1023u; }
+
 // The asking warp's part of the attention: what was in the cache before this step. A tile's last tokens may be none of these.
 __device__ __forceinline__ void ask_tiles(Asker& asker, const Arguments& a, const Map* cache, const Unit& u) {
     constexpr int AT_ONCE = 32 / RUNS;  // tiles whose pages are looked up together, one by each lane
@@ -752,7 +749,7 @@ __device__ __forceinline__ void ask_tiles(Asker& asker, const Arguments& a, cons
             if (lane < TILE_COPIES)
                 asm volatile(
                     "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                    ::"r"(ring.at() + side * HALF_TILE + (line * TOKENS + run * (TOKENS / RUNS)) * 128), "l"(cache + side), "r"(64 * line),
+                    ::"r"(tile_at(ring) + side * HALF_TILE + (line * TOKENS + run * (TOKENS / RUNS)) * 128), "l"(cache + side), "r"(64 * line),
                     "r"(row), "r"(ring.is_full()) : "memory");
             ring.next();
         }
@@ -768,35 +765,40 @@ __device__ __forceinline__ void await_tile(const Ring& ring) {
     wait(ring.is_full(), ring.parity);
 }
 
-// Eight columns of a token, from the keys or values of a stage.
-__device__ __forceinline__ uint4 of_token(u32 side, int token, int column) {
-    const u32 line = side + (column / 64 * TOKENS + token) * 128;
-    return staged16(line + ((column % 64 / 8 ^ line / 128 % 8) << 4));
+// Eight columns of a token, in the keys or values of a tile.
+__device__ __forceinline__ u32 within(int token, int column) {
+    return (column / 64 * TOKENS + token) * 128 + ((column % 64 / 8 ^ token % 8) << 4);
 }
 
-__device__ __forceinline__ void read_keys(Cached& c, u32 stage) {
+__device__ __forceinline__ void read_keys(Keys& keys, u32 tile) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
-        for (int b = 0; b < D_BLOCKS; b++) c.keys[n][b] = of_token(stage, key_token(n), 32 * b + 8 * t);
+        for (int b = 0; b < D_BLOCKS; b++) keys[n][b] = staged16(tile + 1024 * n + within(key_token(0), 32 * b + 8 * t));
 }
 
-__device__ __forceinline__ void read_values(Cached& c, const Unit& u, int tile, u32 stage) {
-    const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int k = 0; k < PAGED; k++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int token = value_token(k, i);
-            const bool inside = tile * TOKENS + token < first_new(u);
-#pragma unroll
-            for (int p = 0; p < D / 64; p++) {
-                // What lies beyond the end was never written; zeros keep a NaN there out of the products.
-                const uint4 v = of_token(stage + HALF_TILE, token, g * (D / 8) + 8 * p);
-                c.values[k][i][p] = make_uint4(inside ? v.x : 0, inside ? v.y : 0, inside ? v.z : 0, inside ? v.w : 0);
-            }
-        }
+// Of tokens 16 k to 16 k + 15, in order, columns 16 j to 16 j + 15, turned: columns are the rows of the product.
+__device__ __forceinline__ uint4 turned_values(u32 tile, int k, int j) {
+    const int of = threadIdx.x % 32 / 8, token = of / 2 * 8 + in_order(threadIdx.x % 8);
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(tile + HALF_TILE + 2048 * k + within(token, 16 * j + of % 2 * 8)) : "memory");
+    return v;
+}
+
+// Eight columns of a token that the copy engine has not brought.
+__device__ __forceinline__ void put_value(u32 tile, int token, int column, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
+                 ::"r"(tile + HALF_TILE + within(token, column)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// What lies behind the new token was never written: zeros keep a NaN there out of the products.
+__device__ __forceinline__ void clear_behind(u32 tile, int token) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < (TOKENS - 1 - token) * (D / 8); i += 32)
+        put_value(tile, token + 1 + i / (D / 8), i % (D / 8) * 8, make_uint4(0, 0, 0, 0));
 }
 
 // A head's columns 32 b + 8 t of every b, after norm and rotation, rounded wherever eager torch rounds.
@@ -831,9 +833,9 @@ __device__ __forceinline__ void rotated(uint4 (&v)[D_BLOCKS], const uint4 (&angl
 }
 
 // Keys and values of the tokens of a tile that go in ahead of the unit's own. They are on their way to the cache: here they are
-// taken from where the products of this step put them.
+// taken from where the products of this step put them; values to the tile, which is `at`.
 __device__ __forceinline__ void take_ahead(
-    Cached& c, const Shared& shared, const Arguments& a, const Layer& layer, const Unit& u, int tile, const u16* heads) {
+    Keys& keys, u32 at, const Shared& shared, const Arguments& a, const Layer& layer, const Unit& u, int tile, const u16* heads) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, width = (H + 2 * KV) * D;
     const u16* key_at = heads + (u64)u.row * width + (H + u.kv_head) * D + 8 * t;
     const u16* value_at = heads + (u64)u.row * width + (H + KV + u.kv_head) * D + g * (D / 8);
@@ -842,48 +844,45 @@ __device__ __forceinline__ void take_ahead(
         int back = u.position - tile * TOKENS - token;
         return back > 0 && back <= u.ahead ? back : 0;
     };
+    uint4 values[TOKENS / 4][D / 64] = {};  // of tokens 4 i + t
     for (u32 turns = 0;; turns++) {
         bool missing = false;
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++) {
-            int back = back_of(key_token(n));
+            const int back = back_of(key_token(n));
 #pragma unroll
-            for (int b = 0; b < D_BLOCKS; b++)
-                fresh16_if(back && (!turns || absent(c.keys[n][b])), c.keys[n][b], key_at - back * width + 32 * b);
+            for (int b = 0; b < D_BLOCKS; b++) {
+                fresh16_if(back && (!turns || absent(keys[n][b])), keys[n][b], key_at - back * width + 32 * b);
+                missing |= back && absent(keys[n][b]);
+            }
         }
 #pragma unroll
-        for (int k = 0; k < PAGED; k++)
+        for (int i = 0; i < TOKENS / 4; i++) {
+            const int back = back_of(4 * i + t);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int back = back_of(value_token(k, i));
-#pragma unroll
-                for (int p = 0; p < D / 64; p++)
-                    fresh16_if(back && (!turns || absent(c.values[k][i][p])), c.values[k][i][p], value_at - back * width + 8 * p);
+            for (int p = 0; p < D / 64; p++) {
+                fresh16_if(back && (!turns || absent(values[i][p])), values[i][p], value_at - back * width + 8 * p);
+                missing |= absent(values[i][p]);
             }
-#pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++)
-#pragma unroll
-            for (int b = 0; b < D_BLOCKS; b++) missing |= back_of(key_token(n)) && absent(c.keys[n][b]);
-#pragma unroll
-        for (int k = 0; k < PAGED; k++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int p = 0; p < D / 64; p++)
-                    missing |= back_of(value_token(k, i)) && absent(c.values[k][i][p]);
+        }
         if (!__any_sync(~0u, missing)) break;
         if (turns == MOST_TURNS) __trap();
     }
+#pragma unroll
+    for (int i = 0; i < TOKENS / 4; i++)
+#pragma unroll
+        for (int p = 0; p < D / 64; p++)
+            if (back_of(4 * i + t)) put_value(at, 4 * i + t, g * (D / 8) + 8 * p, values[i][p]);
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; n++) {
         const int back = back_of(key_token(n));
         uint4 key[D_BLOCKS];
 #pragma unroll
-        for (int b = 0; b < D_BLOCKS; b++) key[b] = c.keys[n][b];
+        for (int b = 0; b < D_BLOCKS; b++) key[b] = keys[n][b];
         rotated(key, shared.angles[back], a, layer.k_norm);  // by all of the warp, who exchange sums for it
 #pragma unroll
         for (int b = 0; b < D_BLOCKS; b++)
-            if (back) c.keys[n][b] = key[b];
+            if (back) keys[n][b] = key[b];
     }
 }
 
@@ -893,22 +892,24 @@ __device__ __forceinline__ void attend(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = u.begin + warp;
     const u16* own = heads + (u64)u.row * (H + 2 * KV) * D;
     float peak = -__int_as_float(0x7f800000), total = 0;
-    float sum[D / 16][4] = {};  // columns (D / 8) g + 2 j and the one after it, of heads 2 t and 2 t + 1
+    float sum[D / 16][4] = {};  // column 16 j + g of heads 2 t and 2 t + 1, then column 16 j + g + 8
     uint4 query[D_BLOCKS], key[D_BLOCKS] = {}, value[D / 64] = {};
     const int last = u.position / TOKENS;
     const bool has_new = last < u.end && last >= first && (last - first) % WARPS == 0;
     Ring mine = ring;  // at the stage of the warp's next tile
     ring.skip(u.end - u.begin);
     mine.skip(warp);
-    u32 empty = mine.is_empty();  // of the tile that it has
-    Cached c;
-    if (first < u.end) {
+    Keys keys;
+    auto take = [&](int tile) {
         await_tile(mine);
-        read_keys(c, mine.at()), read_values(c, u, first, mine.at());
-    }
+        read_keys(keys, tile_at(mine));
+        if (tile == last) clear_behind(tile_at(mine), u.position % TOKENS);
+    };
+    if (first < u.end) take(first);
 #pragma unroll 1
     for (int i = 0; first + i * WARPS < u.end; i++) {
         const int tile = first + i * WARPS, next = tile + WARPS;
+        const u32 at = tile_at(mine), empty = mine.is_empty();
         if (i == 0) {
             const u16 *query_at = own + (u.kv_head * G + (g < G ? g : 0)) * D + 8 * t, *key_at = own + (H + u.kv_head) * D + 8 * t;
             const u16* value_at = own + (H + KV + u.kv_head) * D + g * (D / 8);
@@ -941,54 +942,51 @@ __device__ __forceinline__ void attend(
                     if (t == 0) *(uint4*)(layer.values + slot + g * (D / 8) + 8 * p) = value[p];
             }
         }
-        if (AHEAD && u.ahead && tile * TOKENS + TOKENS - 1 >= first_new(u)) take_ahead(c, shared, a, layer, u, tile, heads);
+        const bool adds_ahead = AHEAD && u.ahead && tile * TOKENS + TOKENS - 1 >= first_new(u);
+        if (adds_ahead) take_ahead(keys, at, shared, a, layer, u, tile, heads);
         if (tile == last) {
             // The new token is in this tile.
-            int token = u.position % TOKENS;
+            const int token = u.position % TOKENS;
 #pragma unroll
             for (int b = 0; b < D_BLOCKS; b++)
 #pragma unroll
                 for (int n = 0; n < TOKENS / 8; n++)
-                    if (key_token(n) == token) c.keys[n][b] = key[b];
+                    if (key_token(n) == token) keys[n][b] = key[b];
 #pragma unroll
             for (int p = 0; p < D / 64; p++)
-#pragma unroll
-                for (int k = 0; k < PAGED; k++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        if (value_token(k, i) == token) c.values[k][i][p] = value[p];
+                if (t == 0) put_value(at, token, g * (D / 8) + 8 * p, value[p]);
         }
+        if (tile == last || adds_ahead) __syncwarp();
         float score[TOKENS / 8][4] = {};
+#pragma unroll
+        for (int b = 0; b < D_BLOCKS; b++)
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n++) multiply(score[n], query[b].x, 0, query[b].y, 0, keys[n][b].x, keys[n][b].y);
+#pragma unroll
+        for (int b = 0; b < D_BLOCKS; b++)
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n++) multiply(score[n], query[b].z, 0, query[b].w, 0, keys[n][b].z, keys[n][b].w);
+        if (tile == last)
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (score_token(n, i) > u.position % TOKENS) score[n][i] = -__int_as_float(0x7f800000);
         float new_peak = peak;
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++) {
-#pragma unroll
-            for (int b = 0; b < D_BLOCKS; b++) {
-                multiply(score[n], query[b].x, 0, query[b].y, 0, c.keys[n][b].x, c.keys[n][b].y);
-                multiply(score[n], query[b].z, 0, query[b].w, 0, c.keys[n][b].z, c.keys[n][b].w);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                bool seen = tile * TOKENS + score_token(n, i) <= u.position;
-                score[n][i] = seen ? score[n][i] * a.scale : -__int_as_float(0x7f800000);
-                new_peak = fmaxf(new_peak, score[n][i]);
-            }
-        }
+        for (int n = 0; n < TOKENS / 8; n++) new_peak = fmaxf(new_peak, fmaxf(score[n][0], score[n][1]));
         mine.skip(WARPS);
-        if (next < u.end) {
-            await_tile(mine);
-            read_keys(c, mine.at());
-        }
+        if (next < u.end) take(next);
         new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 1));
         new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 2));
-        float fade = power_of_2(peak - new_peak);
+        const float fade = power_of_2((peak - new_peak) * a.scale), most = new_peak * a.scale;
         peak = new_peak;
         total *= fade;
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                score[n][i] = power_of_2(score[n][i] - peak);
+                score[n][i] = power_of_2(fmaf(score[n][i], a.scale, -most));
                 total += score[n][i];
             }
         const float fades[2] = {__shfl_sync(~0u, fade, 8 * t), __shfl_sync(~0u, fade, 8 * t + 4)};
@@ -998,36 +996,32 @@ __device__ __forceinline__ void attend(
             for (int i = 0; i < 4; i++) sum[j][i] *= fades[i % 2];
 #pragma unroll
         for (int k = 0; k < PAGED; k++) {
-            u32 first_eight = packed(score[2 * k][0], score[2 * k][1]), others = packed(score[2 * k + 1][0], score[2 * k + 1][1]);
+            const u32 first_eight = packed(score[2 * k][0], score[2 * k][1]), others = packed(score[2 * k + 1][0], score[2 * k + 1][1]);
 #pragma unroll
-            for (int p = 0; p < D / 64; p++) {
-                const u32 *v0 = (const u32*)&c.values[k][0][p], *v1 = (const u32*)&c.values[k][1][p];
-                const u32 *v2 = (const u32*)&c.values[k][2][p], *v3 = (const u32*)&c.values[k][3][p];
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    multiply(
-                        sum[4 * p + i], __byte_perm(v0[i], v1[i], 0x5410), __byte_perm(v0[i], v1[i], 0x7632),
-                        __byte_perm(v2[i], v3[i], 0x5410), __byte_perm(v2[i], v3[i], 0x7632), first_eight, others);
+            for (int j = 0; j < D / 16; j++) {
+                const uint4 v = turned_values(at, k, j);
+                multiply(sum[j], v.x, v.y, v.z, v.w, first_eight, others);
             }
         }
         // Only now: the sums are proof that keys and values have been read.
 #pragma unroll
         for (int j = 0; j < D / 16; j++)
             asm volatile("" : "+f"(sum[j][0]), "+f"(sum[j][1]), "+f"(sum[j][2]), "+f"(sum[j][3]) : : "memory");
+        if (tile == last || adds_ahead) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes there next
         __syncwarp();
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(empty), "n"(WARPS) : "memory");
-        empty = mine.is_empty();
-        if (next < u.end) read_values(c, u, next, mine.at());
     }
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    if (t == 0) shared.peaks[warp][g] = peak, shared.totals[warp][g] = total;
+    if (t == 0) shared.peaks[warp][g] = peak * a.scale, shared.totals[warp][g] = total;
 #pragma unroll
     for (int i = 0; i < 2; i++)
         if (2 * t + i < G && first < u.end)
 #pragma unroll
-            for (int j = 0; j < D / 16; j++)
-                *(float2*)(sums + (warp * G + 2 * t + i) * D + g * (D / 8) + 2 * j) = make_float2(sum[j][i], sum[j][i + 2]);
+            for (int j = 0; j < D / 16; j++) {
+                float* to = sums + (warp * G + 2 * t + i) * D + 16 * j + g;
+                to[0] = sum[j][i], to[8] = sum[j][i + 2];
+            }
     meet_workers();
     uint4* parts = a.parts + (((u64)parity * ROWS + u.row) * KV + u.kv_head) * MOST_PARTS * PART;
     u16* out = attended + ((u64)u.row * H + u.kv_head * G) * D;
