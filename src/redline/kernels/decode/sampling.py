@@ -46,6 +46,18 @@ class Summaries(NamedTuple):
     chunk: int
     """Vocabulary entries of each, a power of two."""
 
+    @property
+    def warps(self) -> int:
+        """Of a program that picks from one of them."""
+        return PICK_WARPS if self.chunk > NARROW else PICK_WARPS // 2
+
+    def check(self, logits_BV: Tensor) -> None:
+        B, V = logits_BV.shape
+        assert logits_BV.stride(1) == 1, "a row of logits is contiguous"
+        assert self.peaks_BC.shape == self.sums_BC.shape == (B, triton.cdiv(V, self.chunk))
+        assert self.peaks_BC.is_contiguous()
+        assert self.sums_BC.is_contiguous()
+
 
 def sample_plain(
     logits_BV: Tensor,
@@ -58,20 +70,16 @@ def sample_plain(
 ) -> None:
     """Fill `out_tokens_B` (int64) and `out_logprobs_B` (float32). Neither waits for the device nor looks at a value, so a CUDA
     graph can hold it; a row's result does not depend on the others."""
-    peaks_BC, sums_BC, N = summaries or _summaries(logits_BV, temperature_B)
-    (B, V), C = logits_BV.shape, triton.cdiv(logits_BV.shape[1], N)
-    assert logits_BV.stride(1) == 1, "a row of logits is contiguous"
-    assert peaks_BC.shape == sums_BC.shape == (B, C)
-    assert peaks_BC.is_contiguous()
-    assert sums_BC.is_contiguous()
-    warps = PICK_WARPS if N > NARROW else PICK_WARPS // 2
+    summaries = summaries or summaries_of(logits_BV, temperature_B)
+    (B, V), (_, C) = logits_BV.shape, summaries.peaks_BC.shape
+    summaries.check(logits_BV)
     _pick[(B,)](
-        logits_BV, logits_BV.stride(0), V, temperature_B, streams_B, counters_B, peaks_BC, sums_BC,
-        out_tokens_B, out_logprobs_B, C, N=N, PADDED_C=triton.next_power_of_2(C), num_warps=warps,
+        logits_BV, logits_BV.stride(0), V, temperature_B, streams_B, counters_B, summaries.peaks_BC, summaries.sums_BC,
+        out_tokens_B, out_logprobs_B, C, N=summaries.chunk, PADDED_C=triton.next_power_of_2(C), num_warps=summaries.warps,
     )  # fmt: skip
 
 
-def _summaries(logits_BV: Tensor, temperature_B: Tensor) -> Summaries:
+def summaries_of(logits_BV: Tensor, temperature_B: Tensor) -> Summaries:
     B, V = logits_BV.shape
     peaks_BC, sums_BC = torch.empty((2, B, triton.cdiv(V, CHUNK)), dtype=torch.float32, device=logits_BV.device)
     _summarise[(peaks_BC.shape[1], B)](
@@ -96,8 +104,18 @@ def _pick(  # type: ignore[no-untyped-def]
     logits_BV, stride, V, temperature_B, streams_B, counters_B, peaks_BC, sums_BC, tokens_B, logprobs_B,
     C, N: tl.constexpr, PADDED_C: tl.constexpr,
 ):  # fmt: skip
-    """The token of one row and its logprob."""
     row = tl.program_id(0)
+    token, logprob = draw(row, logits_BV, stride, V, temperature_B, streams_B, counters_B, peaks_BC, sums_BC, C, N, PADDED_C)
+    tl.store(tokens_B + row, token)
+    tl.store(logprobs_B + row, logprob)
+
+
+@triton.jit
+def draw(  # type: ignore[no-untyped-def]
+    row, logits_BV, stride, V, temperature_B, streams_B, counters_B, peaks_BC, sums_BC,
+    C, N: tl.constexpr, PADDED_C: tl.constexpr,
+):  # fmt: skip
+    """The token of one row, int64, and its logprob."""
     logits_V = logits_BV + row.to(tl.int64) * stride
     index_C = tl.arange(0, PADDED_C)
     peaks_C = tl.load(peaks_BC + row * C + index_C, mask=index_C < C, other=float("-inf"))
@@ -120,8 +138,7 @@ def _pick(  # type: ignore[no-untyped-def]
     # The minimum is for rows of NaN, where no comparison means anything.
     token = tl.minimum(chunk * N + tl.where(greedy, likeliest, drawn), V - 1)
     chosen = tl.load(logits_V + token).to(tl.float32)
-    tl.store(tokens_B + row, token.to(tl.int64))
-    tl.store(logprobs_B + row, ((chosen - peak).to(tl.float64) / divisor - tl.log(total)).to(tl.float32))
+    return token.to(tl.int64), ((chosen - peak).to(tl.float64) / divisor - tl.log(total)).to(tl.float32)
 
 
 @triton.jit

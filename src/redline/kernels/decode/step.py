@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redline.kernels.decode.sampling import Summaries, draw, summaries_of
+
 ROWS_PER_PROGRAM = 64
 
 
@@ -73,6 +75,58 @@ def end_step(
         rows_B, *state, launched_R, tokens_B, logprobs_B, *out, out[0].stride(0), B,
         S=S, LAST=rows.recent_RO.shape[1], N=ROWS_PER_PROGRAM,
     )  # fmt: skip
+
+
+def sample_and_end(
+    rows: StepRows,
+    rows_B: Tensor,
+    inputs: StepInputs,
+    logits_BV: Tensor,
+    launched_R: Tensor,
+    out: tuple[Tensor, Tensor],
+    summaries: Summaries | None = None,
+) -> None:
+    """`sample_plain` and `end_step` in one launch, which leaves in `inputs` what the next step of the same rows begins with."""
+    summaries = summaries or summaries_of(logits_BV, inputs.temperature_B)
+    (B, V), (_, C) = logits_BV.shape, summaries.peaks_BC.shape
+    summaries.check(logits_BV)
+    state = (rows.alive_R, rows.next_token_R, rows.position_R, rows.sampled_R, rows.limit_R, rows.stops_RS, rows.recent_RO)
+    given = (inputs.temperature_B, inputs.streams_B, inputs.counters_B, summaries.peaks_BC, summaries.sums_BC)
+    _draw_and_end[(B,)](
+        logits_BV, logits_BV.stride(0), V, *given, C, inputs.tokens_B, inputs.positions_B,
+        rows_B, *state, launched_R, *out, out[0].stride(0),
+        N=summaries.chunk, PADDED_C=triton.next_power_of_2(C), S=rows.stops_RS.shape[1], LAST=rows.recent_RO.shape[1],
+        num_warps=summaries.warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _draw_and_end(  # type: ignore[no-untyped-def]
+    logits_BV, stride, V, temperature_B, streams_B, counters_B, peaks_BC, sums_BC, C, tokens_B, positions_B,
+    rows, alive, next_token, position, sampled, limit, stops, recent, launched, out_tokens, out_logprobs, out_stride,
+    N: tl.constexpr, PADDED_C: tl.constexpr, S: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0)
+    row = tl.load(rows + entry)
+    # Asked for before the logits are: they say what becomes of the token. Entries that are not alive change nothing.
+    acts = tl.load(alive + row) != 0
+    step, most = tl.load(launched + row), tl.load(limit + row)
+    at, count = tl.load(positions_B + entry), tl.load(counters_B + entry) + 1
+    stop_S = tl.load(stops + row * S + tl.arange(0, S))
+    token, logprob = draw(entry, logits_BV, stride, V, temperature_B, streams_B, counters_B, peaks_BC, sums_BC, C, N, PADDED_C)
+    stops_it = tl.max((stop_S == token).to(tl.int32), axis=0) != 0
+    ends = (count >= most) | (logprob != logprob) | stops_it
+    tl.store(out_tokens + step * out_stride + entry, token, mask=acts)
+    tl.store(out_logprobs + step * out_stride + entry, logprob, mask=acts)
+    tl.store(recent + row * LAST + (count - 1) % LAST, token.to(tl.int32), mask=acts)
+    tl.store(launched + row, step + 1, mask=acts)
+    tl.store(next_token + row, token, mask=acts)
+    tl.store(position + row, at + 1, mask=acts)
+    tl.store(sampled + row, count, mask=acts)
+    tl.store(alive + row, ~ends, mask=acts)
+    tl.store(tokens_B + entry, token, mask=acts)
+    tl.store(positions_B + entry, tl.where(ends, -1, at + 1), mask=acts)
+    tl.store(counters_B + entry, count, mask=acts)
 
 
 @triton.jit

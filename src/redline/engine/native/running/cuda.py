@@ -50,7 +50,7 @@ from redline.kernels.decode.prompt_attention import blocks_with, query_blocks
 from redline.kernels.decode.rotate_and_store import rotate_and_store
 from redline.kernels.decode.sampling import Summaries, sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
-from redline.kernels.decode.step import StepInputs, begin_step, end_step
+from redline.kernels.decode.step import StepInputs, begin_step, end_step, sample_and_end
 from redline.models.decoder import AnyAttend, Decoder, DecoderLayer, FusedAttend
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers.rope import rotary_table
@@ -195,7 +195,7 @@ class CudaRunner(Runner):
         self._prompts = CapturedPrompts(decoder, cache, self._rotary, rows.tables_RN, rows.upload)
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
-        self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache()
+        self.graphs: GraphCache[tuple[int, int, Wants, int], _DecodeGraph] = GraphCache()
 
     @property
     def num_captured(self) -> int:
@@ -209,7 +209,8 @@ class CudaRunner(Runner):
         size = next(size for size in self._sizes if size >= len(rows_B))
         max_groups = 0 if prefixes is None else 1 << (len(prefixes.sizes_C) - 1).bit_length()
         wants = _flavour(wants, self._decoder.spec.vocab_size)
-        captured = self.graphs.get((size, max_groups, wants), self)
+        together = num_steps if num_steps == MAX_STEPS and self._chains(size, wants) else 1
+        captured = self.graphs.get((size, max_groups, wants, together), self)
         samples = captured.samples if captured else self._room_for_samples(size, wants)
         filled = np.full(size, self.rows.dead_row)
         filled[: len(rows_B)] = rows_B
@@ -219,12 +220,17 @@ class CudaRunner(Runner):
         self._launched_R.zero_()
         if prefixes is not None:
             self._place(prefixes, size, max_groups)
-        for _ in range(num_steps):
+        for _ in range(num_steps // together):
             if captured:
                 captured.graph.replay()
             else:
-                self._decode_step(size, max_groups, wants, samples)
+                self._decode_steps(size, max_groups, wants, together, samples)
         return samples.part(num_steps, len(rows_B))
+
+    def _chains(self, size: int, wants: Wants) -> bool:
+        """Whether all steps of a launch are one graph: between two the device waits, which counts where a step is short. It has
+        few launches then, and is soon captured."""
+        return wants.is_plain and not self.rows.are_replaced and isinstance(self._way(size, wants), OneLaunch)
 
     def _place(self, prefixes: Prefixes, size: int, max_groups: int) -> None:
         """Tell the device who shares which beginning."""
@@ -236,10 +242,10 @@ class CudaRunner(Runner):
         self._groups[:, :max_groups].copy_(self.rows.upload(groups, torch.int32), non_blocking=True)
         self._prefix_B[:size].copy_(self.rows.upload(prefix_B, torch.int32), non_blocking=True)
 
-    def capture(self, key: tuple[int, int, Wants]) -> _DecodeGraph:
-        """Run the step once as it is, so that every kernel is compiled, on rows that are all dead; then record it. Raises
-        `torch.OutOfMemoryError`."""
-        size, max_groups, wants = key
+    def capture(self, key: tuple[int, int, Wants, int]) -> _DecodeGraph:
+        """Run the step once as it is, so that every kernel is compiled, on rows that are all dead; then record it, or as many
+        as follow on each other. Raises `torch.OutOfMemoryError`."""
+        size, max_groups, wants, together = key
         self._rows_B.fill_(self.rows.dead_row)
         self._rows32_B.fill_(self.rows.dead_row)
         self._groups.zero_()
@@ -247,12 +253,12 @@ class CudaRunner(Runner):
         self._step.zero_()
         self._laid_out.copy_(torch.tensor(self._filling)[:, None])
         samples = self._room_for_samples(size, wants)
-        self._decode_step(size, max_groups, wants, samples)
+        self._decode_steps(size, max_groups, wants, 1, samples)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")  # a trainer may run beside
         with nothing_collected(), capture:
-            self._decode_step(size, max_groups, wants, samples)
+            self._decode_steps(size, max_groups, wants, together, samples)
         self._pool = graph.pool()
         return _DecodeGraph(graph, samples)
 
@@ -263,29 +269,37 @@ class CudaRunner(Runner):
             self._pool = None
         torch.cuda.empty_cache()
 
-    def _decode_step(self, size: int, max_groups: int, wants: Wants, samples: Samples) -> None:
+    def _decode_steps(self, size: int, max_groups: int, wants: Wants, num_steps: int, samples: Samples) -> None:
+        """Several follow on each other where `_chains` says so."""
         if max_groups == GUESSING:
             self._guessing_step(size, wants, samples)
             return
-        rows_B = self._rows_B[:size]
+        rows_B, out = self._rows_B[:size], (samples.tokens_SB, samples.logprobs_SB)
         inputs = begin_step(self.rows, rows_B)
+        if wants.is_plain and not self.rows.are_replaced:
+            for _ in range(num_steps):
+                logits_BV, summaries = self._logits(rows_B, inputs, max_groups, wants)
+                sample_and_end(self.rows, rows_B, inputs, logits_BV, self._launched_R, out, summaries)
+            return
         logits_BV, summaries = self._logits(rows_B, inputs, max_groups, wants)
         if wants.is_plain:
             tokens_B, logprobs_B = torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B)
             inputs_B = (inputs.temperature_B, inputs.streams_B, inputs.counters_B)
             sample_plain(logits_BV, *inputs_B, tokens_B, logprobs_B, summaries)
             self.rows.replace(rows_B, inputs.counters_B, tokens_B, logprobs_B)
-            out = (samples.tokens_SB, samples.logprobs_SB)
             end_step(self.rows, rows_B, tokens_B, logprobs_B, self._launched_R, out)
         else:
             self.rows.position_R.index_add_(0, rows_B, self.rows.alive_R[rows_B].long())
             samples.put(self._step, self.rows.sample(rows_B, logits_BV, wants))
             self._step += 1
 
+    def _way(self, size: int, wants: Wants) -> Way | None:
+        """Who takes a step through the network; None: `Decoder.forward`, which knows of adapters."""
+        return None if wants.lora else next((way for way in self._ways if size <= way.most_rows), None)
+
     def _logits(self, rows_B: Tensor, inputs: StepInputs, max_groups: int, wants: Wants) -> tuple[Tensor, Summaries | None]:
         """[B, V], and what sampling would read them for, where the head has told."""
-        slots_B = self.rows.adapter_slots(rows_B, wants)
-        way = next((way for way in self._ways if len(rows_B) <= way.most_rows), None) if slots_B is None else None
+        slots_B, way = self.rows.adapter_slots(rows_B, wants), self._way(len(rows_B), wants)
         is_guessing = max_groups == GUESSING
         if isinstance(way, OneLaunch):
             lines_B = rows_B.int() if is_guessing else self._rows32_B[: len(rows_B)]
@@ -339,7 +353,7 @@ class CudaRunner(Runner):
         which_T = guesses.which_T
         size = next(size for size in GUESSING_SIZES if size >= len(which_T))
         wants = _flavour(wants, self._decoder.spec.vocab_size)
-        captured = self.graphs.get((size, GUESSING, wants), self)
+        captured = self.graphs.get((size, GUESSING, wants, 1), self)
         samples = captured.samples if captured else self._room_for_samples(size, wants)
         filled = np.array(self._filling)[:, None].repeat(size, axis=1)
         filled[:3, : len(rows_B)] = rows_B, guesses.begins_B, guesses.lengths_B

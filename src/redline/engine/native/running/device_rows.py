@@ -136,6 +136,11 @@ class DeviceRows:
         self.replace(rows_T, counters_T, sampled.tokens_B, sampled.logprobs_B)
         return sampled
 
+    @property
+    def are_replaced(self) -> bool:
+        """Whether others say what is sampled."""
+        return self.share_samples is not None or self.replay is not None
+
     def replace(self, rows_B: Tensor, counters_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
         """Put what others say in the place of what was sampled here: another rank, or a text that is replayed."""
         if self.share_samples is not None:

@@ -217,17 +217,17 @@ def test_running_out_of_memory_in_a_capture_costs_speed_and_not_the_engine(oracl
     expected = tokens(make_engine(tmp_path).generate(asked))
     engine = make_engine(tmp_path)
     runner = engine._awake
-    step = runner._decode_step  # type: ignore[attr-defined]
+    step = runner._decode_steps  # type: ignore[attr-defined]
 
     def greedy(*arguments: object) -> None:
         if torch.cuda.is_current_stream_capturing():
             torch.empty(2**45, dtype=torch.uint8, device="cuda")  # 32 TiB
         step(*arguments)
 
-    runner._decode_step = greedy  # type: ignore[attr-defined]
+    runner._decode_steps = greedy  # type: ignore[attr-defined]
     assert tokens(engine.generate(asked)) == expected
     assert len(runner.graphs) == 0  # type: ignore[attr-defined]
-    runner._decode_step = step  # type: ignore[attr-defined]
+    runner._decode_steps = step  # type: ignore[attr-defined]
     runner.graphs._without.clear()  # type: ignore[attr-defined]
     assert tokens(engine.generate(asked)) == expected
     assert len(runner.graphs) > 0, "where there is memory again there are graphs again"  # type: ignore[attr-defined]

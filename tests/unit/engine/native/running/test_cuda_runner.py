@@ -28,6 +28,7 @@ from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows
 from redline.engine.native.running.prompts import CapturedPrompts
 from redline.engine.native.running.runner import Runner, Samples
+from redline.engine.native.sequence import Wants
 from redline.engine.native.speculation import speculation
 from redline.engine.native.speculation.references import References
 from redline.kernels.decode.guesses import GuessBook
@@ -80,7 +81,7 @@ class UncapturedRunner(CudaRunner):
             raise torch.OutOfMemoryError("CUDA out of memory")
         samples = self._room_for_samples(key[0], key[2])
         runner = weakref.proxy(self)  # as a graph, it knows addresses alone
-        step = SimpleNamespace(replay=lambda: runner._decode_step(*key, samples))
+        step = SimpleNamespace(replay=lambda: runner._decode_steps(*key, samples))
         return SimpleNamespace(graph=step, samples=samples, reset=lambda: None)
 
     def release(self) -> None: ...
@@ -131,6 +132,21 @@ PLAIN = [ask(5, 11, n=2), ask(33, 4, temperature=0.0), ask(40, 11, stop_token_id
 
 def test_the_device_samples_what_the_host_samples(decoder: Decoder) -> None:
     assert_same(InterpretedEngine(decoder, CONFIG).generate(PLAIN), NativeEngine(decoder, CONFIG).generate(PLAIN))
+
+
+def test_so_it_does_where_a_launch_is_one_graph(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step leaves is what the next one begins with. A launch of fewer steps, at the end of a line, is none."""
+    chained, one_by_one = [], CudaRunner._decode_steps
+
+    def noted(self: CudaRunner, size: int, max_groups: int, wants: Wants, num_steps: int, samples: Samples) -> None:
+        chained.append(num_steps)
+        one_by_one(self, size, max_groups, wants, num_steps, samples)
+
+    monkeypatch.setattr(UncapturedRunner, "_chains", lambda self, size, wants: wants.is_plain)
+    monkeypatch.setattr(UncapturedRunner, "_decode_steps", noted)
+    asked = [*PLAIN, ask(100, 28)]
+    assert_same(InterpretedEngine(decoder, CONFIG).generate(asked), NativeEngine(decoder, CONFIG).generate(asked))
+    assert set(chained) == {1, MAX_STEPS}
 
 
 @pytest.mark.parametrize("requests", [[ask(33, 3)], pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["one", "several"])
@@ -193,7 +209,7 @@ def test_so_it_does_where_rows_read_their_common_beginning_once(decoder: Decoder
     requests = [ask(33, 3, n=3), ask(17, 3, n=2), ask(9, 3)]
     engine = InterpretedEngine(decoder, CONFIG)
     assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
-    assert any(max_groups for _, max_groups, _ in engine._awake.graphs._graphs)  # type: ignore[attr-defined]
+    assert any(max_groups for _, max_groups, *_ in engine._awake.graphs._graphs)  # type: ignore[attr-defined]
 
 
 def test_so_it_does_where_there_is_no_memory_for_graphs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
