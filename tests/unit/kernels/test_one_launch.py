@@ -26,6 +26,8 @@ from redline.kernels.decode.one_launch import (
 HALF_BILLION = Shape(896, 14, 2, 64, 4864, 151_936, 24, 64, head_norms=False)
 SMALL = Shape(256, 14, 2, 64, 1184, 1000, 5, 64, head_norms=False)
 NORMED = Shape(320, 16, 8, 128, 1088, 1000, 4, 16, head_norms=True)
+SHORT_PAGES = Shape(256, 16, 2, 64, 1184, 1000, 4, 16, head_norms=False)
+"""A tile is in two of them; and a key/value head has as many heads as there may be."""
 WIDER = Shape(1024, 16, 4, 64, 2816, 1000, 4, 32, head_norms=False)
 SEVEN_BILLION = Shape(3584, 28, 4, 128, 18944, 152_064, 28, 64, head_norms=False)
 LARGE = replace(SEVEN_BILLION, vocab=1000, layers=4)
@@ -50,7 +52,7 @@ def test_the_product_down_is_cut_where_its_sums_can_meet_at_once() -> None:
     assert down_parts(replace(HALF_BILLION, inner=8 * 896), 7) == 1  # however few blocks there are
 
 
-@pytest.mark.parametrize("shape", [HALF_BILLION, SMALL, NORMED, WIDER, SEVEN_BILLION])
+@pytest.mark.parametrize("shape", [HALF_BILLION, SMALL, NORMED, SHORT_PAGES, WIDER, SEVEN_BILLION])
 @pytest.mark.parametrize("halves", [1, 2, 4])
 @pytest.mark.parametrize("has_ahead", [False, True])
 def test_the_ring_takes_what_shared_memory_has(shape: Shape, halves: int, has_ahead: bool) -> None:
@@ -76,19 +78,22 @@ class Network:
         H, heads = shape.heads * D, (shape.heads + 2 * shape.kv_heads) * D
         pages = CONTEXT // shape.page
         self.table = torch.randperm(32 * pages, device="cuda").view(32, pages).int()
+        self.cache = torch.randn(
+            shape.layers, 2, 32 * pages, shape.kv_heads, shape.page, D, device="cuda", dtype=torch.bfloat16
+        )
         self.layers = [
             LayerTensors(
                 gain(E), weight(heads, E), weight(heads, 1).flatten(), weight(E, H), weight(E, 1).flatten(), gain(E),
                 weight(2 * shape.inner, E), None, weight(E, shape.inner), weight(E, 1).flatten(),
                 gain(D) if shape.head_norms else None, gain(D) if shape.head_norms else None,
-                *(torch.randn(32 * pages, shape.kv_heads, shape.page, D, device="cuda").bfloat16() for _ in range(2)),
+                *self.cache[index],
             )
-            for _ in range(shape.layers)
+            for index in range(shape.layers)
         ]  # fmt: skip
         self.embed, self.norm, self.head = weight(shape.vocab, E, 1.0), gain(E), weight(shape.vocab, E)
         angle = torch.arange(CONTEXT, device="cuda")[:, None] * 1e-2 ** (torch.arange(D // 2, device="cuda") / (D // 2))
         self.rotary = torch.stack([angle.cos(), angle.sin()]).bfloat16()
-        self.step = OneLaunch(shape, self.layers, self.embed, self.norm, self.head, self.rotary, EPS)
+        self.step = OneLaunch(shape, self.layers, self.cache, self.embed, self.norm, self.head, self.rotary, EPS)
 
     def expected(self, tokens_B: Tensor, positions_B: Tensor, lines_B: Tensor) -> Tensor:
         """[B, V] in float32, nothing rounded on the way; the cache stays as it is."""
@@ -129,7 +134,11 @@ def gain(size: int) -> Tensor:
     return (1 + 0.1 * torch.randn(size, device="cuda")).bfloat16()
 
 
-@pytest.fixture(scope="module", params=[SMALL, NORMED, WIDER, LARGE], ids=["biases", "head norms", "two chunks", "large"])
+@pytest.fixture(
+    scope="module",
+    params=[SMALL, NORMED, SHORT_PAGES, WIDER, LARGE],
+    ids=["biases", "head norms", "short pages", "two chunks", "large"],
+)
 def network(request: pytest.FixtureRequest) -> Network:
     if not serves(request.param, torch.bfloat16, torch.device("cuda")):
         pytest.skip("the kernel is for Hopper")
@@ -176,6 +185,37 @@ def test_a_row_is_the_same_with_any_others_and_again(network: Network) -> None:
     for rows in (slice(0, 8), slice(8, 24), slice(5, 14), slice(31, 32), slice(3, 30)):  # each after another number of rows
         alone = network.step.logits(tokens[rows].clone(), positions[rows].clone(), lines[rows].clone(), network.table)
         torch.testing.assert_close(alone.float(), together[rows].float(), atol=0.02, rtol=0.02)  # a context in other parts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 17])
+@pytest.mark.parametrize("longest", [1, 16, 31, 32, 100, 1500])
+def test_what_nobody_has_written_is_not_read(network: Network, rows: int, longest: int) -> None:
+    tokens, positions, lines = places(network, rows, longest)
+    expected = network.step.logits(tokens, positions, lines, network.table).clone()
+    page, before = network.shape.page, network.cache.clone()
+    written = torch.zeros(network.cache.shape[2], page, dtype=torch.bool, device="cuda")
+    for line, position in zip(lines.tolist(), positions.tolist(), strict=True):
+        places_of = torch.arange(position, device="cuda")
+        written[network.table[line, places_of // page].long(), places_of % page] = True
+    network.cache.masked_fill_(~written[:, None, :, None], torch.nan)
+    got = network.step.logits(tokens, positions, lines, network.table).clone()
+    network.cache.copy_(before)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_a_cache_that_comes_after_another_is_read_where_it_is(network: Network) -> None:
+    """An engine that wakes has its cache somewhere else; what the kernel knows of it may lie where the old one's lay."""
+    tokens, positions, lines = places(network, 5, 300)
+    expected = network.step.logits(tokens, positions, lines, network.table).clone()
+    rest = (network.embed, network.norm, network.head, network.rotary, EPS)
+    for _ in range(3):
+        moved = network.cache.clone()
+        layers = [layer._replace(keys=keys, values=values) for layer, (keys, values) in zip(network.layers, moved, strict=True)]
+        got = OneLaunch(network.shape, layers, moved, *rest).logits(tokens, positions, lines, network.table)
+        assert torch.equal(got, expected)
+        moved.fill_(torch.nan)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,8 @@
 // Sizes come as macros: E hidden, H heads, KV key/value heads, D of a head, INNER, VOCAB, PAGE, HALVES (of 8 rows: 1, 2 or 4),
 // STAGES, IN_FLIGHT (of them, asked for at once: enough to keep memory busy), PACE (cycles from one to the next, but for the
 // head's; 0 where memory has no time to lose), DOWN_PARTS (of the K of the product down), HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of
-// the launch), AHEAD (1: several rows may be tokens of one line, 0: none are).
+// the launch), AHEAD (1: several rows may be tokens of one line, 0: none are),
+// ARGUMENTS (their bytes).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -57,8 +58,9 @@ struct Layer {
 };
 
 struct Arguments {
+    Map cache;          // of all layers' keys and values, rows of D
+    const u16* cached;  // the same memory
     const Layer* layers;
-    const Map* caches;  // of each layer's keys and values, [pages * KV * PAGE, D]
     const u16 *embed, *norm, *head, *rotary;
     const long long *tokens, *positions, *ahead;  // `ahead` is null without AHEAD
     const int *lines, *table;
@@ -68,6 +70,8 @@ struct Arguments {
     int rows, table_stride, num_positions, most_parts;
     float eps, scale;
 };
+
+static_assert(sizeof(Arguments) == ARGUMENTS, "as who launches it has them");
 
 // A share of the attention: a row's key/value head, and a part of the row's context.
 struct Unit {
@@ -673,15 +677,15 @@ __device__ __forceinline__ void work(
 // Where a row's context is cut into parts, the block of the first one merges them.
 
 #define D_BLOCKS (D / 32)
-#define PAGED (TOKENS / 16)  // runs of 16 tokens, each in one page
+#define PAGED (TOKENS / 16)               // runs of 16 tokens, each in one page
 #define RUNS (PAGE % TOKENS ? PAGED : 1)  // that a tile is copied in: all of it is in one page, if it can be
 #define LINES (D / 64)                    // of a token's keys: 128 bytes each, swizzled by the copy engine
 #define HALF_TILE (TOKENS * D * 2)        // bytes: a stage has first the keys of a tile, [line][token], then its values
 #define TILE_COPIES (2 * LINES * RUNS)
 static_assert(2 * HALF_TILE + 1023 <= STAGE, "a stage takes a tile, which begins where the pattern of swizzled lines does");
 
-// Tokens are the columns of scores and the K of weighted values in such an order that no two lanes ask one bank of shared memory for
-// two things: of eight the 0th, 4th, 5th, 1st, 2nd, 6th, 7th, 3rd.
+// Tokens are the columns of scores and the K of weighted values in such an order that no two lanes ask one bank of shared memory
+// for two things: of eight the 0th, 4th, 5th, 1st, 2nd, 6th, 7th, 3rd.
 __device__ __forceinline__ int in_order(int column) { return column / 2 ^ (column % 2 ^ column / 2 % 2) * 4; }
 __device__ __forceinline__ int key_token(int n) { return 8 * n + in_order(threadIdx.x % 32 / 4); }
 __device__ __forceinline__ int score_token(int n, int i) { return 8 * n + in_order(threadIdx.x % 4 * 2 + i); }
@@ -711,7 +715,7 @@ __device__ __forceinline__ int page_of(const Arguments& a, const Unit& u, int to
     return token <= u.position ? __ldg(a.table + (u64)u.line * a.table_stride + token / PAGE) : 0;
 }
 
-// The row of the cache that has a token.
+// Which row of a layer's keys, or of its values, is a token's.
 __device__ __forceinline__ int slot_of(const Unit& u, int page, int token) { return (page * KV + u.kv_head) * PAGE + token % PAGE; }
 
 // What every layer wants to know of the unit.
@@ -732,9 +736,11 @@ __device__ __forceinline__ void prepare(Shared& shared, const Arguments& a, int 
 __device__ __forceinline__ u32 tile_at(const Ring& ring) { return (ring.at() + 1023) & ~1023u; }
 
 // The asking warp's part of the attention: what was in the cache before this step. A tile's last tokens may be none of these.
-__device__ __forceinline__ void ask_tiles(Asker& asker, const Arguments& a, const Map* cache, const Unit& u) {
+__device__ __forceinline__ void ask_tiles(Asker& asker, const Arguments& a, const Layer& layer, const Unit& u) {
     constexpr int AT_ONCE = 32 / RUNS;  // tiles whose pages are looked up together, one by each lane
     const int lane = threadIdx.x % 32, run = lane % RUNS, line = lane / RUNS % LINES, side = lane / (RUNS * LINES) % 2;
+    const int first_row = (int)(((side ? layer.values : layer.keys) - a.cached) / D);
+    const u32 within_tile = side * HALF_TILE + (line * TOKENS + run * (TOKENS / RUNS)) * 128;
     Ring& ring = asker.ring;
 #pragma unroll 1
     for (int begin = u.begin; begin < u.end; begin += AT_ONCE) {
@@ -743,14 +749,13 @@ __device__ __forceinline__ void ask_tiles(Asker& asker, const Arguments& a, cons
         const int end = begin + AT_ONCE < u.end ? begin + AT_ONCE : u.end;
 #pragma unroll 1
         for (int tile = begin; tile < end; tile++) {
-            const int row = __shfl_sync(~0u, slot, (tile - begin) * RUNS + run);
+            const int row = first_row + __shfl_sync(~0u, slot, (tile - begin) * RUNS + run);
             wait(ring.is_empty(), ring.parity ^ 1);
             if (lane == 0) expect(ring.is_full(), 2 * HALF_TILE);
             if (lane < TILE_COPIES)
                 asm volatile(
                     "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                    ::"r"(tile_at(ring) + side * HALF_TILE + (line * TOKENS + run * (TOKENS / RUNS)) * 128), "l"(cache + side), "r"(64 * line),
-                    "r"(row), "r"(ring.is_full()) : "memory");
+                    ::"r"(tile_at(ring) + within_tile), "l"(&a.cache), "r"(64 * line), "r"(row), "r"(ring.is_full()) : "memory");
             ring.next();
         }
     }
@@ -996,7 +1001,8 @@ __device__ __forceinline__ void attend(
             for (int i = 0; i < 4; i++) sum[j][i] *= fades[i % 2];
 #pragma unroll
         for (int k = 0; k < PAGED; k++) {
-            const u32 first_eight = packed(score[2 * k][0], score[2 * k][1]), others = packed(score[2 * k + 1][0], score[2 * k + 1][1]);
+            const float *first = score[2 * k], *second = score[2 * k + 1];
+            const u32 first_eight = packed(first[0], first[1]), others = packed(second[0], second[1]);
 #pragma unroll
             for (int j = 0; j < D / 16; j++) {
                 const uint4 v = turned_values(at, k, j);
@@ -1007,7 +1013,8 @@ __device__ __forceinline__ void attend(
 #pragma unroll
         for (int j = 0; j < D / 16; j++)
             asm volatile("" : "+f"(sum[j][0]), "+f"(sum[j][1]), "+f"(sum[j][2]), "+f"(sum[j][3]) : : "memory");
-        if (tile == last || adds_ahead) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes there next
+        // What lanes have put there comes before what the copy engine writes there next.
+        if (tile == last || adds_ahead) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(empty), "n"(WARPS) : "memory");
     }
@@ -1042,7 +1049,9 @@ __device__ __forceinline__ void attend(
             }
         if (u.part) {
             // Each pair of columns brings its own peak and total along: whoever has the words has all it needs.
-            put16(parts + u.part * PART + pair, make_uint4(__float_as_uint(merged.x), __float_as_uint(merged.y), __float_as_uint(most), __float_as_uint(all)));
+            const uint4 words = make_uint4(
+                __float_as_uint(merged.x), __float_as_uint(merged.y), __float_as_uint(most), __float_as_uint(all));
+            put16(parts + u.part * PART + pair, words);
             continue;
         }
         // All parts are asked for together: it is a long way.
@@ -1127,7 +1136,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const 
             const Layer& layer = shared.layers[index];
             ask<Qkv, E, (H + 2 * KV) * D>(asker, layer.qkv);
 #pragma unroll 1
-            for (int unit = blockIdx.x; unit < units; unit += BLOCKS) ask_tiles(asker, a, a.caches + 2 * index, unit_of(a, unit));
+            for (int unit = blockIdx.x; unit < units; unit += BLOCKS) ask_tiles(asker, a, layer, unit_of(a, unit));
             ask<Attended, H * D, E>(asker, layer.o);
             ask<GateUp, E, 2 * INNER>(asker, layer.gate_up);
             ask<Down, INNER, E>(asker, layer.down);

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_float, c_int, c_uint64, c_void_p
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,8 @@ STAGE_BYTES = 8 * (2 * CHUNK + 64)
 MOST_TILES = 10
 TILE_TOKENS = {64: 32, 128: 16}
 """Cached tokens of a tile, by head size."""
+COPIED = 16
+"""Of them at once, where a page does not have whole tiles."""
 MOST_STAGES = 14
 SETS = 4
 COPIES = 2
@@ -94,11 +96,15 @@ class LayerTensors(NamedTuple):
 
 
 class _Arguments(ctypes.Structure):
+    """Aligned as `one_launch.cu`'s are."""
+
     _fields_ = [
-        *((name, c_void_p) for name in ("layers", "caches", "embed", "norm", "head", "rotary", "tokens", "positions", "ahead")),
+        ("cache", nvrtc.TensorMap),
+        *((name, c_void_p) for name in ("cached", "layers", "embed", "norm", "head", "rotary", "tokens", "positions", "ahead")),
         *((name, c_void_p) for name in ("lines", "table", "sets", "logits", "parts", "partial")),
         *((name, c_int) for name in ("rows", "table_stride", "num_positions", "most_parts")),
         *((name, c_float) for name in ("eps", "scale")),
+        ("unused", c_uint64 * 6),
     ]
 
 
@@ -138,13 +144,15 @@ class OneLaunch:
         self,
         shape: Shape,
         layers: list[LayerTensors],
+        cache: Tensor,
         embed: Tensor,
         norm: Tensor,
         head: Tensor,
         rotary: Tensor,
         eps: float,
     ) -> None:
-        """`rotary` is cos and sin [2, positions, D / 2]. All tensors stay where they are as long as this lives."""
+        """`cache` is a contiguous tensor with the keys and values of all layers. `rotary` is cos and sin [2, positions, D / 2].
+        All tensors stay where they are as long as this lives."""
         device = embed.device
         self._shape, self._device = shape, device
         self.most_rows = most_rows(shape)
@@ -152,7 +160,10 @@ class OneLaunch:
         self._kept = (layers, embed, norm, head, rotary)
         pointers = [[address(tensor) for tensor in layer] for layer in layers]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(device)
-        self._caches = torch.tensor([cache_map(shape, c) for layer in layers for c in (layer.keys, layer.values)]).to(device)
+        tile, rows_XD = TILE_TOKENS[shape.head_dim], cache.view(-1, shape.head_dim)
+        assert len(rows_XD) < 2**31
+        self._map = nvrtc.tensor_map(rows_XD, (tile if shape.page % tile == 0 else COPIED, 64))
+        self._cached = cache
         heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         width = heads + shape.heads * shape.head_dim + shape.inner + 2 * shape.hidden
         self._sets = torch.full((COPIES * (SETS + 2) * MOST_ROWS * width // 2,), ABSENT, dtype=torch.int32, device=device)
@@ -177,25 +188,19 @@ class OneLaunch:
         _, embed, norm, head, rotary = self._kept
         halves = halves_of(B)
         kernel = _kernel(shape, halves, self._blocks, self._device.index or 0, ahead_B is not None)
-        inputs = (self._layers, self._caches, embed, norm, head, rotary, tokens_B, positions_B, ahead_B, lines_B, table_RM)
+        inputs = (self._cached, self._layers, embed, norm, head, rotary, tokens_B, positions_B, ahead_B, lines_B, table_RM)
         parts = max(1, min(MOST_PARTS, self._blocks // (B * shape.kv_heads)))
         kernel.launch(
             self._blocks,
             32 * (WARPS + 1),
             _Arguments(
+                self._map,
                 *(address(tensor) for tensor in (*inputs, self._sets, self._logits, self._parts, self._partial)),
                 B, table_RM.stride(0), rotary.shape[1], parts, self._eps, shape.head_dim**-0.5 * math.log2(math.e),
             ),
             self._device.index or 0,
         )  # fmt: skip
         return self._logits[:B]
-
-
-def cache_map(shape: Shape, cache: Tensor) -> list[int]:
-    """How the copy engine sees a layer's keys or values: a tile of tokens at a time where a page has whole ones."""
-    tile = TILE_TOKENS[shape.head_dim]
-    words = nvrtc.tensor_map(cache.view(-1, shape.head_dim), (tile if shape.page % tile == 0 else 16, 64))
-    return [ctypes.c_int64(word).value for word in words]
 
 
 def halves_of(rows: int) -> int:
@@ -222,7 +227,8 @@ def macros(shape: Shape, halves: int, blocks: int, has_ahead: bool = False) -> d
     sizes = {names.get(name, name.upper()): int(size) for name, size in asdict(shape).items()}
     pace = PACE * blocks // PACED_BLOCKS if shape.hidden <= SMALL else 0
     sizes |= {"IN_FLIGHT": IN_FLIGHT, "PACE": pace, "DOWN_PARTS": down_parts(shape, blocks)}
-    return sizes | {"HALVES": halves, "STAGES": stages, "BLOCKS": blocks, "AHEAD": int(has_ahead)}
+    sizes |= {"HALVES": halves, "STAGES": stages, "BLOCKS": blocks, "AHEAD": int(has_ahead)}
+    return sizes | {"ARGUMENTS": ctypes.sizeof(_Arguments)}
 
 
 def down_parts(shape: Shape, blocks: int) -> int:

@@ -80,7 +80,8 @@ def one_launch_of(decoder: Decoder, cache: KVCache, rotary: Tensor) -> one_launc
     if not one_launch.serves(shape, cache.blocks.dtype, decoder.embed.device):
         return None
     tensors = [_tensors(layer, *cache.blocks[layer.index]) for layer in decoder.layers if isinstance(layer, DecoderLayer)]
-    return one_launch.OneLaunch(shape, tensors, decoder.embed, decoder.norm, decoder.output_weight, rotary, spec.norm_eps)
+    weights = (decoder.embed, decoder.norm, decoder.output_weight)
+    return one_launch.OneLaunch(shape, tensors, cache.blocks, *weights, rotary, spec.norm_eps)
 
 
 def _tensors(layer: DecoderLayer, keys: Tensor, values: Tensor) -> one_launch.LayerTensors:

@@ -17,7 +17,7 @@ import torch
 MAX_GRAPHS = 256
 """A run of one flavour needs about a hundred; each takes some megabytes of the driver's memory."""
 RETRY_AFTER = 1000
-"""Steps that run without a graph before its capture is tried again: memory may have been given back."""
+"""Launches that run without a graph before its capture is tried again: memory may have been given back."""
 
 Key = TypeVar("Key")
 
@@ -66,7 +66,7 @@ class GraphCache(Generic[Key, Captured]):
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self._without: dict[Key, int] = {}
-        """Steps left before the capture of a graph that did not fit is tried again."""
+        """Launches left before the capture of a graph that did not fit is tried again."""
         self.captures = self.evictions = 0
 
     def __len__(self) -> int:

@@ -149,6 +149,21 @@ def test_so_it_does_where_a_launch_is_one_graph(decoder: Decoder, monkeypatch: p
     assert set(chained) == {1, MAX_STEPS}
 
 
+def test_where_a_launch_does_not_fit_into_memory_its_steps_may(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = UncapturedRunner.capture
+
+    def capture(self: UncapturedRunner, key: Any) -> Any:
+        if key[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return captured(self, key)
+
+    monkeypatch.setattr(UncapturedRunner, "_chains", lambda self, size, wants: wants.is_plain)
+    monkeypatch.setattr(UncapturedRunner, "capture", capture)
+    engine, asked = InterpretedEngine(decoder, CONFIG), [ask(33, 20)]
+    assert_same(engine.generate(asked), NativeEngine(decoder, CONFIG).generate(asked))
+    assert {key[-1] for key in engine._awake.graphs._graphs} == {1}  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("requests", [[ask(33, 3)], pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["one", "several"])
 def test_so_it_does_where_few_rows_go_their_own_way(
     decoder: Decoder, requests: list[GenerateRequest], monkeypatch: pytest.MonkeyPatch
