@@ -61,7 +61,7 @@ def test_the_demo_recipe_has_the_losses_of_one_process_wherever_it_runs(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    keys = [str(RECIPE), "run.steps=3", "rollouts.evaluation.num_tasks=2"]
+    keys = [str(RECIPE), "run.steps=3", "rollouts.evaluation.num_tasks=2", "model.dtype=float32"]
     if place == "ray":
         pytest.importorskip("ray")
         there = [REDLINE, "train", *keys, "placement.cluster=ray", "placement.address=local"]

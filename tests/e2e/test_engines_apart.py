@@ -188,6 +188,7 @@ def test_engines_that_die_more_often_than_they_may_end_the_run_with_who_died(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # nobody else's memory is there
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_ends_early_leaves_no_process_behind_and_goes_on(
     kind: signal.Signals, one_process: RunFolder, tmp_path: Path

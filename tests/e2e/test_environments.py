@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ class Letters:
         return {"letter": text.count("e") / max(1, len(text))}
 '''
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in this process leaves the user's folder on the path, and later tests fork it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def write_recipe(folder: Path, **sections: dict[str, Any]) -> Path:

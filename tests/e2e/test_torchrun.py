@@ -60,7 +60,8 @@ def finish(command: list[str], log: Path) -> str:
 
 
 def keys(folder: Path, steps: int, *more: str) -> list[str]:
-    return [f"run.folder={folder}", f"run.steps={steps}", "run.checkpoint_every=2", *more]
+    """In float32 on every machine: bfloat16 shows who added up what."""
+    return [f"run.folder={folder}", f"run.steps={steps}", "run.checkpoint_every=2", "model.dtype=float32", *more]
 
 
 def assert_same_steps(found: Path, expected: Path) -> None:
