@@ -151,8 +151,8 @@ class OneLaunch:
         rotary: Tensor,
         eps: float,
     ) -> None:
-        """`cache` is a contiguous tensor with the keys and values of all layers. `rotary` is cos and sin [2, positions, D / 2].
-        All tensors stay where they are as long as this lives."""
+        """The keys and values of all layers are parts of `cache`, which is contiguous. `rotary` is cos and sin
+        [2, positions, D / 2]. All tensors stay where they are as long as this lives."""
         device = embed.device
         self._shape, self._device = shape, device
         self.most_rows = most_rows(shape)
@@ -162,6 +162,8 @@ class OneLaunch:
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(device)
         tile, rows_XD = TILE_TOKENS[shape.head_dim], cache.view(-1, shape.head_dim)
         assert len(rows_XD) < 2**31
+        begin, end = cache.data_ptr(), cache.data_ptr() + cache.nbytes
+        assert all(begin <= part.data_ptr() < end for layer in layers for part in (layer.keys, layer.values))
         self._map = nvrtc.tensor_map(rows_XD, (tile if shape.page % tile == 0 else COPIED, 64))
         self._cached = cache
         heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim

@@ -215,7 +215,6 @@ __device__ __forceinline__ void write(const Arguments& a, const Share& share, in
 #endif
 }
 
-
 // The same of an ADDED product. `squares` are the warp's, of each row.
 __device__ __forceinline__ void add(
     const Arguments& a, const Share& share, int eight, float4 sums, const u32 (&stream)[2], const u32 (&gain)[2], float* squares) {
